@@ -1,0 +1,3 @@
+#include "bindings.h"
+
+void bind_sched(nb::module_&) {}

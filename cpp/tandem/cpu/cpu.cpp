@@ -1,0 +1,1 @@
+namespace tandem::cpu {}  // namespace tandem::cpu

@@ -1,0 +1,1 @@
+namespace tandem::kv {}  // namespace tandem::kv

@@ -1,0 +1,1 @@
+namespace tandem::layout {}  // namespace tandem::layout

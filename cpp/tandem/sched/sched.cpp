@@ -1,0 +1,1 @@
+namespace tandem::sched {}  // namespace tandem::sched

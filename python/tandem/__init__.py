@@ -1,0 +1,1 @@
+"""Tandem: MiniMax-M3 with its drafter, served from one cache."""

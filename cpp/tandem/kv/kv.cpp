@@ -1,1 +1,0 @@
-namespace tandem::kv {}  // namespace tandem::kv

@@ -1,0 +1,56 @@
+"""The CPU backend: the same interface over the C++ kernels."""
+
+import torch
+from torch import Tensor
+
+from tandem.core import cpu
+from tandem.msa.backend import AttendedTokens, AttentionBackend
+
+
+class CpuBackend(AttentionBackend):
+    """C++ kernels over a pool in host memory; results do not depend on batch, chunking or the number of threads."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor, index_k: Tensor | None, tokens: AttendedTokens) -> None:  # noqa: D102
+        cached = self.layer(layer)
+        seat, index, table = tokens.token_seat, tokens.write_index, self.state.block_table
+        cpu.write_kv(self.pool, cached.k, k, seat, index, table)
+        cpu.write_kv(self.pool, cached.v, v, seat, index, table)
+        if cached.index_k is not None:
+            if index_k is None:
+                raise ValueError(f"layer {layer} is sparse and needs index keys")
+            cpu.write_kv(self.pool, cached.index_k, index_k.unsqueeze(1), seat, index, table)
+
+    def select(self, layer: int, index_q: Tensor, tokens: AttendedTokens) -> Tensor:  # noqa: D102
+        cached = self.layer(layer)
+        sparse = cached.sparse
+        out = torch.empty((index_q.shape[0], index_q.shape[1], sparse.topk), dtype=torch.int32)
+        cpu.select_blocks(
+            index_q,
+            self.pool,
+            cached.index_k,
+            self.state.block_table,
+            tokens.token_seat,
+            tokens.kv_len,
+            sparse.topk,
+            sparse.num_local,
+            out,
+        )
+        return out
+
+    def attend(self, layer: int, q: Tensor, blocks: Tensor | None, tokens: AttendedTokens) -> Tensor:  # noqa: D102
+        cached = self.layer(layer)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        cpu.attend(
+            q,
+            self.pool,
+            cached.k,
+            cached.v,
+            self.state.block_table,
+            tokens.token_seat,
+            tokens.kv_len,
+            blocks,
+            cached.geometry.scale,
+            cached.geometry.first_index_attended,
+            out,
+        )
+        return out

@@ -1,0 +1,1 @@
+"""The parts models are built from, each as plain torch (`reference`) and on the compiled kernels (`cpu`)."""

@@ -1,0 +1,1 @@
+"""The step loop, sampling and the LLM class."""

@@ -1,1 +1,0 @@
-namespace tandem::layout {}  // namespace tandem::layout

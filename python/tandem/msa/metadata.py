@@ -25,17 +25,20 @@ _ROW_FIELDS = (
     "row_query_len",
     "row_num_drafts",
     "row_max_length",
-    "_row_first",  # the length may not exceed it ...
-    "_row_floor",  # ... nor stay below: first_index where the row is fresh, else 0
-    "_row_ceiling",  # a length above it is a fault of the plan: first_index, unlimited where the row is fresh
     "_row_advance",  # what the length grows by when no draft is accepted
     "query_start",
+)
+# The only lines that change from one step to the next while the same rows decode.
+_BOUND_FIELDS = (
+    "_row_first",  # a length may not exceed it ...
+    "_row_floor",  # ... nor stay below: first_index where the row is fresh, else 0
+    "_row_ceiling",  # a length above it is a fault of the plan: first_index, unlimited where the row is fresh
 )
 _TOKEN_FIELDS = (
     "token_row",
     "token_seat",
     "next_token_ids",
-    "_token_offset",  # place in the row
+    "_token_end",  # place after the token in its row
     "_token_source",  # place in SeatState.tokens
     "_token_from_seat",  # 1 where the seat has the id, 0 where the plan has it
     "_token_plan_id",
@@ -44,24 +47,22 @@ _TOKEN_FIELDS = (
 )
 _SAMPLE_FIELDS = ("sample_row", "sample_seat", "_sample_drafts", "logit_start")
 _DERIVED_ROWS = ("row_length", "_seat_length")
-_DERIVED_TOKENS = ("token_ids", "position", "write_index", "kv_len", "num_valid_blocks", "_index")
+_DERIVED_TOKENS = ("token_ids", "position", "write_index", "kv_len", "num_valid_blocks", "_end", "_index")
 (
     _ROW_SEAT,
     _ROW_KIND,
     _ROW_QUERY_LEN,
     _ROW_NUM_DRAFTS,
     _ROW_MAX_LENGTH,
-    _ROW_FIRST,
-    _ROW_FLOOR,
-    _ROW_CEILING,
     _ROW_ADVANCE,
     _QUERY_START,
 ) = range(len(_ROW_FIELDS))
+_ROW_FIRST, _ROW_FLOOR, _ROW_CEILING = range(len(_BOUND_FIELDS))
 (
     _TOKEN_ROW,
     _TOKEN_SEAT,
     _NEXT_TOKEN_IDS,
-    _TOKEN_OFFSET,
+    _TOKEN_END,
     _TOKEN_SOURCE,
     _TOKEN_FROM_SEAT,
     _TOKEN_PLAN_ID,
@@ -129,12 +130,13 @@ class StepMetadata:
     _row_ceiling: Tensor
     _row_advance: Tensor
     _seat_length: Tensor
-    _token_offset: Tensor
+    _token_end: Tensor
     _token_source: Tensor
     _token_from_seat: Tensor
     _token_plan_id: Tensor
     _token_write_from: Tensor
     _token_max_length: Tensor
+    _end: Tensor
     _index: Tensor
     _valid: Tensor
     _writable: Tensor
@@ -145,6 +147,7 @@ class StepMetadata:
         self.device = torch.device(device)
         rows, tokens = limits.max_rows + 1, limits.max_tokens
         self._rows = Staging(len(_ROW_FIELDS), rows, self.device, steps_in_flight)
+        self._bounds = Staging(len(_BOUND_FIELDS), rows, self.device, steps_in_flight)
         self._tokens = Staging(len(_TOKEN_FIELDS), tokens, self.device, steps_in_flight)
         self._samples = Staging(len(_SAMPLE_FIELDS), rows, self.device, steps_in_flight)
         self._logits = Staging(1, tokens, self.device, steps_in_flight)
@@ -154,7 +157,11 @@ class StepMetadata:
         self._iota = np.arange(max(rows, tokens), dtype=np.int32)
         self._views: dict[tuple[int, int, int, int], dict[str, Tensor]] = {}
         self.overrun = torch.zeros((), dtype=torch.int32, device=self.device)
+        self._block_size = torch.full((), limits.tokens_per_page, dtype=torch.int32, device=self.device)
+        self._zero = torch.zeros((), dtype=torch.int32, device=self.device)
+        self._one = torch.ones((), dtype=torch.int32, device=self.device)
         self._nowhere = torch.full((), -1, dtype=torch.int32, device=self.device)
+        self._decode_rows_staged: tuple[object, ...] = ()
         self._bind(0, 0, 0, 0)
 
     def stage(self, rows: PlanRows, state: SeatState, *, pad_rows: int = 0, pad_tokens: int = 0) -> None:
@@ -162,6 +169,18 @@ class StepMetadata:
 
         Touches no length and no table. Raises `LimitError` where the step is larger than the limits.
         """
+        same_rows: tuple[object, ...] = ()
+        if len(rows.token_ids) == 0:
+            line = (rows.seat, rows.kind, rows.query_len, rows.write_from, rows.num_drafts, rows.max_length)
+            same_rows = (pad_rows, pad_tokens, *(array.tobytes() for array in (*line, rows.samples, rows.fresh)))
+        if not same_rows or same_rows != self._decode_rows_staged:
+            self._decode_rows_staged = ()
+            self._stage_all(rows, state.padding_seat, pad_rows, pad_tokens)
+            self._decode_rows_staged = same_rows
+        self._stage_bounds(rows)
+
+    def _stage_all(self, rows: PlanRows, padding_seat: int, pad_rows: int, pad_tokens: int) -> None:
+        """Stages everything but the bounds of the lengths, and binds the views of the step's shape."""
         num_rows = len(rows.seat)
         query_start = np.zeros(num_rows + 1, dtype=np.int32)
         np.cumsum(rows.query_len, out=query_start[1:])
@@ -173,17 +192,31 @@ class StepMetadata:
                 f"or max_tokens {self.limits.max_tokens}"
             )
         decode = rows.kind == RowKind.DECODE
-        if (rows.num_drafts > self.limits.max_draft_len).any() or (
-            (rows.query_len != 1 + rows.num_drafts) & decode
-        ).any():
+        odd_length = (rows.query_len != 1 + rows.num_drafts) & decode
+        if odd_length.any() or (rows.num_drafts > self.limits.max_draft_len).any():
             raise LimitError(
                 f"decode rows of {rows.query_len[decode].tolist()} tokens with {rows.num_drafts[decode].tolist()} "
                 f"drafts: allowed is 1 + drafts, and at most max_draft_len {self.limits.max_draft_len} of them"
             )
-        self._stage_rows(rows, decode, query_start, staged_rows, state.padding_seat)
-        self._stage_tokens(rows, decode, query_start, staged_rows, staged_tokens, state.padding_seat)
+        if (rows.max_length > self.limits.max_model_len).any():
+            raise LimitError(
+                f"max_length {int(rows.max_length.max())} exceeds max_model_len {self.limits.max_model_len}"
+            )
+        self._stage_rows(rows, decode, query_start, staged_rows, padding_seat)
+        self._stage_tokens(rows, decode, query_start, staged_rows, staged_tokens, padding_seat)
         num_samples, num_logits = self._stage_samples(rows, decode, query_start)
         self._bind(staged_rows, staged_tokens, num_samples, num_logits)
+
+    def _stage_bounds(self, rows: PlanRows) -> None:
+        host = self._bounds.begin()
+        num_rows = len(rows.seat)
+        host[:, num_rows : self.num_rows + 1] = 0
+        used = host[:, :num_rows]
+        used[_ROW_FIRST] = rows.first_index
+        used[_ROW_FLOOR] = rows.first_index * rows.fresh
+        used[_ROW_CEILING] = rows.first_index
+        used[_ROW_CEILING][rows.fresh != 0] = _INT32_MAX
+        self._bounds.commit()
 
     def _stage_rows(
         self, rows: PlanRows, decode: np.ndarray, query_start: Int32Array, staged_rows: int, padding_seat: int
@@ -200,10 +233,6 @@ class StepMetadata:
         used[_ROW_QUERY_LEN] = rows.query_len
         used[_ROW_NUM_DRAFTS] = rows.num_drafts
         used[_ROW_MAX_LENGTH] = rows.max_length
-        used[_ROW_FIRST] = rows.first_index
-        used[_ROW_FLOOR] = rows.first_index * rows.fresh
-        used[_ROW_CEILING] = rows.first_index
-        used[_ROW_CEILING][rows.fresh != 0] = _INT32_MAX
         used[_ROW_ADVANCE] = rows.query_len
         used[_ROW_ADVANCE][decode] = 1
         self._rows.commit()
@@ -231,7 +260,7 @@ class StepMetadata:
         used = host[:, :num_tokens]
         used[_TOKEN_ROW] = token_row
         used[_TOKEN_SEAT] = seat
-        used[_TOKEN_OFFSET] = offset
+        used[_TOKEN_END] = offset + 1
         used[_TOKEN_SOURCE] = (seat * (1 + self.limits.max_draft_len) + offset) * fed_by_seat
         used[_TOKEN_FROM_SEAT] = fed_by_seat
         used[_TOKEN_WRITE_FROM] = rows.write_from[token_row]
@@ -269,18 +298,20 @@ class StepMetadata:
         torch.clamp(self._seat_length, self._row_floor, self._row_first, out=self._all_lengths)
         torch.amax(torch.sub(self._seat_length, self._row_ceiling, out=self._seat_length), dim=0, out=self.overrun)
 
-        torch.index_select(self._all_lengths, 0, self.token_row, out=self._index)
-        torch.add(self._index, self._token_offset, out=self._index)
-        torch.lt(self._index, self._token_max_length, out=self._valid)
-        torch.mul(self._index, self._valid, out=self.position)
-        torch.add(self.position, self._valid, out=self.kv_len)
+        # One past the token's index, cut to 0 where that lies beyond the sequence's limit: the keys it sees.
+        torch.index_select(self._all_lengths, 0, self.token_row, out=self._end)
+        torch.add(self._end, self._token_end, out=self._end)
+        torch.le(self._end, self._token_max_length, out=self._valid)
+        torch.where(self._valid, self._end, self._zero, out=self.kv_len)
+        torch.sub(self.kv_len, self._one, out=self._index)
+        torch.maximum(self._index, self._zero, out=self.position)
         torch.gt(self.kv_len, self._token_write_from, out=self._writable)
         torch.where(self._writable, self._index, self._nowhere, out=self.write_index)
-        torch.add(self.kv_len, self.limits.tokens_per_page - 1, out=self.num_valid_blocks)
-        self.num_valid_blocks.floor_divide_(self.limits.tokens_per_page)
+        torch.floor_divide(self._index, self._block_size, out=self.num_valid_blocks)
+        torch.add(self.num_valid_blocks, self._one, out=self.num_valid_blocks)
 
         torch.index_select(state.tokens.view(-1), 0, self._token_source, out=self.token_ids)
-        self.token_ids.clamp_(min=0)
+        torch.maximum(self.token_ids, self._zero, out=self.token_ids)
         torch.addcmul(self._token_plan_id, self.token_ids, self._token_from_seat, out=self.token_ids)
 
     def _bind(self, num_rows: int, num_tokens: int, num_samples: int, num_logits: int) -> None:
@@ -303,8 +334,7 @@ class StepMetadata:
         # The row after the last is the one that padding tokens belong to; the derivation includes it.
         all_rows = num_rows + 1
         views = {name: self._rows.tensor[line, :num_rows] for line, name in enumerate(_ROW_FIELDS)}
-        for line, name in ((_ROW_FIRST, "_row_first"), (_ROW_FLOOR, "_row_floor"), (_ROW_CEILING, "_row_ceiling")):
-            views[name] = self._rows.tensor[line, :all_rows]
+        views |= {name: self._bounds.tensor[line, :all_rows] for line, name in enumerate(_BOUND_FIELDS)}
         views["query_start"] = self._rows.tensor[_QUERY_START, :all_rows]
         views["_all_seats"] = self._rows.tensor[_ROW_SEAT, :all_rows]
         views["_all_lengths"] = self._derived_rows[0, :all_rows]

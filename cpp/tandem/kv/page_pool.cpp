@@ -46,6 +46,7 @@ PagePool::~PagePool() {
 }
 
 std::optional<PageRef> PagePool::allocate(Holder holder) {
+  TANDEM_CHECK(holder != Holder::Tree, "a page enters the tree after it was filled, not when it is allocated");
   if (free_.empty()) {
     return std::nullopt;
   }
@@ -154,7 +155,9 @@ void PagePool::check() const {
 }
 
 void PagePool::set_pin_listener(PinListener* listener) {
-  TANDEM_CHECK(listener == nullptr || listener_ == nullptr, "a page pool has one prefix tree at most");
+  if (listener != nullptr && listener_ != nullptr) {
+    throw InvalidArgument("this page pool has a prefix tree already; it can have one at most");
+  }
   listener_ = listener;
 }
 

@@ -63,7 +63,7 @@ class PageRef {
   [[nodiscard]] Holder holder() const;
   [[nodiscard]] const PagePool* pool() const noexcept { return pool_; }
 
-  // Another handle of the same page.
+  // Another handle of the same page. The tree's own is made by `PrefixTree` alone.
   [[nodiscard]] PageRef share(Holder holder) const;
   // Makes this handle another holder's, e.g. a sequence's one the step's that still uses the page.
   void retag(Holder holder);
@@ -119,7 +119,7 @@ class PagePool {
   // Aborts unless the free list and the running counts agree with the handles. O(num_slots).
   void check() const;
 
-  // At most one listener (the prefix tree); nullptr removes it.
+  // At most one listener (the prefix tree); nullptr removes it. Throws InvalidArgument for a second one.
   void set_pin_listener(PinListener* listener);
 
  private:

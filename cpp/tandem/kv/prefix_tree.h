@@ -28,7 +28,7 @@ struct TreeCursor {
 // outlive it.
 class PrefixTree final : private PinListener {
  public:
-  // Throws InvalidArgument unless tokens_per_page >= 1.
+  // Throws InvalidArgument unless tokens_per_page >= 1, and for a pool that has a tree already.
   PrefixTree(PagePool& pool, std::int32_t tokens_per_page);
   ~PrefixTree();
   PrefixTree(const PrefixTree&) = delete;
@@ -67,13 +67,15 @@ class PrefixTree final : private PinListener {
   void clear();
 
   [[nodiscard]] bool is_valid(const TreeCursor& at) const;
+  [[nodiscard]] const PagePool& pool() const { return pool_; }
   [[nodiscard]] std::int32_t tokens_per_page() const { return tokens_per_page_; }
   [[nodiscard]] std::int64_t num_pages() const { return num_pages_; }
   // Pages that `evict` can free now. O(1), exact.
   [[nodiscard]] std::int64_t num_evictable() const { return num_evictable_; }
   // Number of clears so far.
   [[nodiscard]] std::uint64_t epoch() const { return epoch_; }
-  [[nodiscard]] bool contains(SlotId slot) const { return static_cast<bool>(nodes_.at(slot.index()).page); }
+  // Throws InvalidArgument for a slot outside the pool.
+  [[nodiscard]] bool contains(SlotId slot) const { return pool_.num_handles(slot, Holder::Tree) != 0; }
 
   // Aborts unless nodes, index, eviction order and counts agree with each other and with the pool. O(num_slots).
   void check() const;

@@ -37,7 +37,10 @@ void SequencePages::start() {
 }
 
 std::int64_t SequencePages::attach_prefix(std::span<const TokenId> tokens) {
-  TANDEM_CHECK(pages_.empty(), "a prefix is attached to a sequence that has pages");
+  if (!pages_.empty()) {
+    throw InvalidArgument("a prefix can only be attached to an empty sequence, this one has " +
+                          std::to_string(pages_.size()) + " pages");
+  }
   start();
   if (tree_ != nullptr) {
     cursor_ = tree_->match(tokens, hashes_, Holder::Sequence, pages_);
@@ -80,16 +83,18 @@ bool SequencePages::grow(std::int64_t num_tokens) {
 }
 
 void SequencePages::set_computed(std::int64_t num_tokens) {
-  TANDEM_CHECK(computed_ <= num_tokens && num_tokens <= capacity(),
-               "computed goes from " + std::to_string(computed_) + " to " + std::to_string(num_tokens) +
-                   " with a capacity of " + std::to_string(capacity()));
+  if (num_tokens < computed_ || num_tokens > capacity()) {
+    throw InvalidArgument("computed is " + std::to_string(num_tokens) + ", must be from " + std::to_string(computed_) +
+                          " (its value so far) to " + std::to_string(capacity()) + " (the capacity)");
+  }
   computed_ = num_tokens;
 }
 
 void SequencePages::commit(std::span<const TokenId> tokens) {
-  TANDEM_CHECK(
-      static_cast<std::int64_t>(tokens.size()) >= computed_,
-      "commit is given " + std::to_string(tokens.size()) + " tokens, computed are " + std::to_string(computed_));
+  if (static_cast<std::int64_t>(tokens.size()) < computed_) {
+    throw InvalidArgument("commit is given " + std::to_string(tokens.size()) + " tokens, needs the " +
+                          std::to_string(computed_) + " computed ones");
+  }
   const std::int64_t num_full = computed_ / tokens_per_page_;
   if (committed_ == num_full * tokens_per_page_) {
     return;

@@ -28,8 +28,8 @@ class SequencePages {
   SequencePages(const SequencePages&) = delete;
   SequencePages& operator=(const SequencePages&) = delete;
 
-  // Pins the longest cached prefix of `tokens` and takes its pages as the first ones. Only for an empty sequence.
-  // Returns its length in tokens, now committed, computed and capacity. Undone by `release`.
+  // Pins the longest cached prefix of `tokens` and takes its pages as the first ones. Only for an empty sequence
+  // (else InvalidArgument). Returns its length in tokens, now committed, computed and capacity. Undone by `release`.
   std::int64_t attach_prefix(std::span<const TokenId> tokens);
   // What `attach_prefix` would return, without pinning anything.
   [[nodiscard]] std::int64_t probe_prefix(std::span<const TokenId> tokens);
@@ -40,10 +40,12 @@ class SequencePages {
   // Pages that `grow(num_tokens)` would have to obtain.
   [[nodiscard]] std::int64_t pages_to_grow(std::int64_t num_tokens) const;
 
-  // A completed step wrote the entries below `num_tokens`: never less than before, never above capacity.
+  // A completed step wrote the entries below `num_tokens`: never less than before, never above capacity
+  // (else InvalidArgument).
   void set_computed(std::int64_t num_tokens);
   // Offers every full page below `computed` to the tree. `tokens` are the sequence's tokens from 0, at least `computed`
   // of them, the same as in earlier calls. Pages that the tree has already keep their own slots here.
+  // Throws InvalidArgument for too few tokens or a negative one.
   void commit(std::span<const TokenId> tokens);
 
   // Drops every page.
@@ -51,6 +53,7 @@ class SequencePages {
   // Hands every page to a step in flight that still uses it: appends them to `pages` with Holder::Step.
   void release_to_step(std::vector<PageRef>& pages);
 
+  [[nodiscard]] const PagePool& pool() const { return *pool_; }
   [[nodiscard]] std::int64_t committed() const { return committed_; }
   [[nodiscard]] std::int64_t computed() const { return computed_; }
   [[nodiscard]] std::int64_t capacity() const { return num_pages() * tokens_per_page_; }

@@ -63,16 +63,23 @@ def faults_of_contents(wheel: Path, expected: list[str]) -> list[str]:
     return found
 
 
-def make_clean_environment(folder: Path) -> Path:
-    """A new environment that sees .venv's packages after its own; returns its folder of programs."""
-    venv.create(folder, with_pip=True, clear=True)
+def install(wheel: Path, folder: Path) -> Path:
+    """Installs `wheel` alone into a new environment, lets it see .venv's packages, and returns its folder of programs.
+
+    The path file comes after the install, since pip would take .venv's own `tandem` for the one to replace; the
+    requirements are then checked without an index, so that one which is missing is an error.
+    """
+    venv.create(folder, with_pip=False, clear=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet", "--no-index"]
+    subprocess.run([*pip, "--no-deps", str(wheel)], check=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    subprocess.run([*pip, "--dry-run", "tandem-serve"], check=True)
     return folder / "bin"
 
 
-def use(wheel: Path, binaries: Path, elsewhere: Path) -> list[str]:
-    """Installs `wheel` with no index, so that a dependency it lacks is an error, and generates text with it."""
+def use(binaries: Path, elsewhere: Path) -> list[str]:
+    """Imports the installed package and generates text with it, from a folder that is not the source tree."""
     python = str(binaries / "python")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -80,7 +87,6 @@ def use(wheel: Path, binaries: Path, elsewhere: Path) -> list[str]:
         done = subprocess.run(command, check=True, cwd=elsewhere, env=environment, stdout=subprocess.PIPE, text=True)
         return done.stdout
 
-    output(python, "-m", "pip", "install", "--quiet", "--no-index", str(wheel))
     found = []
     home = output(python, "-c", "import tandem, tandem.core as c; print(tandem.__file__); print(c.layout.__name__)")
     if not home.startswith(str(binaries.parent)):
@@ -103,7 +109,7 @@ def main() -> int:
     package = ROOT / "python"
     expected = [str(path.relative_to(package)) for path in project_files(["python/tandem"])]
     found = faults_of_contents(wheel, expected)
-    found += use(wheel, make_clean_environment(WORK / "environment"), elsewhere)
+    found += use(install(wheel, WORK / "environment"), elsewhere)
     for fault in found:
         print(f"wheel: {fault}", file=sys.stderr)
     print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB, {'wrong' if found else 'right'}")

@@ -62,7 +62,8 @@ class Weights(Protocol):
 class CheckpointWeights:
     """The weights of a model folder, or of the named subset of it.
 
-    Raises `TensorMismatchError` that lists every missing, unexpected and misshaped tensor; nothing is loaded before all fit.
+    Raises `TensorMismatchError` that lists every missing, unexpected and misshaped tensor; nothing is loaded before all
+    of them fit.
     """
 
     def __init__(
@@ -70,8 +71,11 @@ class CheckpointWeights:
     ) -> None:
         self._files = files
         self._specs = {spec.name: spec for spec in specs}
-        self._formats: dict[str, tuple[WeightFormat, tuple[StoredTensor, ...]]] = {}
-        self.formats_in_use: dict[WeightFormat, int] = {}
+        self._stored: dict[str, tuple[WeightFormat, tuple[StoredTensor, ...]]] = {}
+        self.formats: dict[WeightFormat, int] = {}
+        """Weights per storage format."""
+        self.num_bytes = 0
+        """Bytes that the weights take as stored, scales included."""
         self._check(ignored_prefixes)
 
     def _check(self, ignored_prefixes: tuple[str, ...]) -> None:
@@ -80,18 +84,19 @@ class CheckpointWeights:
         accounted: set[str] = set()
         for spec in self._specs.values():
             weight_format, stored = self._stored_tensors(spec)
-            self._formats[spec.name] = (weight_format, stored)
-            self.formats_in_use[weight_format] = self.formats_in_use.get(weight_format, 0) + 1
+            self._stored[spec.name] = (weight_format, stored)
+            self.formats[weight_format] = self.formats.get(weight_format, 0) + 1
             for tensor in stored:
                 name = spec.name + tensor.suffix
                 accounted.add(name)
                 entry = self._files.entries.get(name)
                 if entry is None:
                     missing.append(name)
-                elif entry.dtype not in tensor.dtypes or entry.shape != tensor.shape:
-                    wrong.append(
-                        f"{name} is {entry.dtype} {list(entry.shape)}, expected {' or '.join(tensor.dtypes)} {list(tensor.shape)}"
-                    )
+                    continue
+                self.num_bytes += entry.num_bytes
+                if entry.dtype not in tensor.dtypes or entry.shape != tensor.shape:
+                    expected = f"{' or '.join(tensor.dtypes)} {list(tensor.shape)}"
+                    wrong.append(f"{name} is {entry.dtype} {list(entry.shape)}, expected {expected}")
             if weight_format is not WeightFormat.PLAIN and (reason := _unaligned(spec, weight_format)):
                 wrong.append(reason)
         unexpected = [
@@ -134,7 +139,7 @@ class CheckpointWeights:
         return out
 
     def _read_into(self, name: str, out: Tensor) -> None:
-        weight_format, stored = self._formats[name]
+        weight_format, stored = self._stored[name]
         tensors = [self._files.read(name + tensor.suffix) for tensor in stored]
         if weight_format is WeightFormat.MXFP8:
             out.copy_(dequantise_mxfp8(tensors[0], tensors[1]))

@@ -1,7 +1,7 @@
 """The configuration of MiniMax-M3's text model, read strictly from a checkpoint's own `config.json`.
 
-Two forms are read: the official one, in which the text model sits in `text_config` beside a vision model that is ignored,
-and the bare text configuration. In both, the sparse attention has a section of its own, `sparse_attention_config`.
+Two forms are read: the official one, in which the text model sits in `text_config` beside a vision model that is
+ignored, and the bare text configuration. In both, the sparse attention has its own section `sparse_attention_config`.
 
 What a key may do:
 
@@ -325,9 +325,8 @@ def _parse_text(text: _Section, whole: Mapping[str, Any]) -> MiniMaxM3Config:
     sparse_layers = sparse.flags("sparse_attention_freq", num_layers)
     for layer, disabled in enumerate(sparse.flags("sparse_disable_index_value", num_layers)):
         if sparse_layers[layer] and not disabled:
-            raise ConfigError(
-                f"{sparse.path('sparse_disable_index_value')}[{layer}] is 0: the index branch's own value path is not supported"
-            )
+            key = sparse.path(f"sparse_disable_index_value[{layer}]")
+            raise ConfigError(f"{key} is 0: the value path of the index branch is not supported")
     config = MiniMaxM3Config(
         vocab_size=text.integer("vocab_size"),
         hidden_size=text.integer("hidden_size"),

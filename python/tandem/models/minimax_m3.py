@@ -1,4 +1,4 @@
-"""MiniMax-M3's text model: attention over everything in some layers, over selected blocks in the others; experts in most.
+"""MiniMax-M3's text model: full attention in some layers, attention over selected blocks in others; experts in most.
 
 With h the residual stream, for layer l:  h = h + Attn(RMS(h)),  h = h + FFN(RMS(h));  logits = lm_head RMS(h).
 """
@@ -25,7 +25,7 @@ from tandem.msa import AttentionBackend, LayerGeometry, SparseGeometry, StepMeta
 def tile_specs(
     config: MiniMaxM3Config, kv_dtype: layout.ElementType, index_dtype: layout.ElementType | None = None
 ) -> list[layout.TileSpec]:
-    """Return what the model keeps per token: K and V of every layer, and one index key, shared by all heads, of sparse ones.
+    """Return what the model keeps per token: K and V of every layer, and of a sparse one an index key for all heads.
 
     Index keys have `index_dtype`, by default `kv_dtype`; beside packed 4-bit K and V, which carry scale tiles, BF16.
     """
@@ -55,7 +55,7 @@ def attention_geometry(config: MiniMaxM3Config) -> list[LayerGeometry]:
 
 
 class MiniMaxM3:
-    """The model on one rank. Activations and matrices have `dtype`; norms and routers compute in fp32 from fp32 weights."""
+    """The model on one rank. Activations and matrices have `dtype`; norms and routers are fp32 in weights and sums."""
 
     def __init__(self, config: MiniMaxM3Config, weights: Weights, dtype: torch.dtype, ops: Ops) -> None:
         self.config = config
@@ -72,9 +72,10 @@ class MiniMaxM3:
     ) -> tuple[Tensor, list[Tensor]]:
         """Run one step's tokens and return (hidden, captured).
 
-        `token_ids` [T] int32 and `meta` describe the same tokens; `attention` holds the cache that their keys and values
-        are written to. `hidden` [T, H] is the final-normed stream, the input of `logits`. `captured` has, for each L in
-        `capture` (ascending, 0 to the number of layers), the residual stream after L layers, before any norm, [T, H].
+        `token_ids` [T] int32 and `meta` describe the same tokens; `attention` holds the cache that their keys and
+        values are written to. `hidden` [T, H] is the final-normed stream, the input of `logits`. `captured` has, for
+        each L in `capture` (ascending, 0 to the number of layers), the residual stream after L layers, before any
+        norm, [T, H].
         """
         rotation = self._rotary.at(meta.position)
         h = torch.nn.functional.embedding(token_ids, self._embedding)
@@ -97,7 +98,7 @@ class MiniMaxM3:
 
 
 class _Layer:
-    """One decoder layer. `input_norm` and `post_norm` add the branch before them to the stream, hence belong to the loop."""
+    """One decoder layer. Its two norms add the branch before them to the stream, hence belong to the model's loop."""
 
     def __init__(self, config: MiniMaxM3Config, index: int, weights: Weights, dtype: torch.dtype, ops: Ops) -> None:
         prefix = f"model.layers.{index}."

@@ -3,9 +3,9 @@
 Which format a weight has is read from its tensors. For a weight `W` [out, in]:
 
 * plain: `W` BF16 or F32.
-* MXFP8 (OCP microscaling): `W` F8_E4M3 [out, in] and U8 E8M0 exponents s [out, in/32]; value = w * 2^(s - 127). MiniMax's own
-  release names the exponents `W_scale_inv`; Model Optimizer's export (`modelopt/torch/export/unified_export_hf.py`)
-  names them `W_scale`.
+* MXFP8 (OCP microscaling): `W` F8_E4M3 [out, in] and U8 E8M0 exponents s [out, in/32]; value = w * 2^(s - 127). The
+  release of MiniMax names the exponents `W_scale_inv`; the export of NVIDIA Model Optimizer
+  (`modelopt/torch/export/unified_export_hf.py`) names them `W_scale`.
 * NVFP4 as exported by Model Optimizer: `W` U8 [out, in/2] holding two E2M1 codes, even column in the low nibble,
   `W_scale` F8_E4M3 [out, in/16] and `W_scale_2` F32 scalar; value = code * scale * scale_2. `input_scale` belongs to
   activation quantisation and is not used.

@@ -60,7 +60,7 @@ class SafetensorsFiles:
     """
 
     def __init__(self, folder: Path, prefix: str = "", *, allow_absent: bool = False) -> None:
-        """Read the headers in `folder`. With `allow_absent`, files that are not there are listed in `absent` instead."""
+        """Read the headers in `folder`. With `allow_absent`, files that are not there are listed in `absent`."""
         self.folder = folder
         self.absent: list[str] = []
         self.entries: dict[str, TensorEntry] = {}
@@ -159,6 +159,6 @@ def _entry(path: Path, name: str, value: dict[str, Any]) -> TensorEntry:
     element_bytes = _ELEMENT_BYTES.get(dtype)
     if element_bytes is not None and num_elements * element_bytes != end - begin:
         raise CheckpointError(
-            f"{path}: {name} is {dtype} {list(shape)}, {num_elements * element_bytes} bytes, but has {end - begin} bytes"
+            f"{path}: {name}, {dtype} {list(shape)}, takes {num_elements * element_bytes} bytes but has {end - begin}"
         )
     return TensorEntry(path, name, dtype, shape, end - begin)

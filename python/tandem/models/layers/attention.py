@@ -45,7 +45,7 @@ class HeadNorms:
 
 @dataclass(frozen=True)
 class ProjectionGeometry:
-    """How the rows of a fused projection weight are divided: q, k, v, then index_q and index_k where there is a branch."""
+    """How the rows of a fused projection weight are divided: q, k, v, then index_q and index_k if there is a branch."""
 
     num_heads: int
     num_kv_heads: int
@@ -80,6 +80,7 @@ class ReferenceAttentionProjection(AttentionProjection):
         self._geometry = geometry
 
     def __call__(self, x: Tensor, rotation: Rotation) -> AttentionInputs:
+        """See `AttentionProjection`."""
         geometry = self._geometry
         parts = torch.nn.functional.linear(x, self._weight).split(geometry.widths, dim=1)
 

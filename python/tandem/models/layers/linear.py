@@ -21,5 +21,6 @@ class ReferenceLinear(Linear):
         self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
         weight = self._weight if self._weight.dtype == x.dtype else self._weight.to(x.dtype)
         return torch.nn.functional.linear(x, weight)

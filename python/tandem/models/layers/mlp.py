@@ -50,5 +50,6 @@ class ReferenceGatedMlp(GatedMlp):
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
+        """See `GatedMlp`."""
         gate, up = torch.nn.functional.linear(x, self._gate_up).float().chunk(2, dim=-1)
         return torch.nn.functional.linear(self._activation(gate, up).to(x.dtype), self._down)

@@ -1,4 +1,4 @@
-"""Mixture of experts: a sigmoid router whose bias steers the choice only, routed experts, one expert that always runs."""
+"""Mixture of experts: a sigmoid router whose bias steers the choice only, routed experts, and one that always runs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Routing:
 class Moe(ABC):
     """scale * sum_i w_i Expert_i(x) + Shared(x), with p = sigmoid(gate @ x) in fp32.
 
-    The experts i are the `num_selected` highest p + bias, of equal ones the lower index; w_i = p_i / sum of the selected p.
+    The experts i are the `num_selected` highest p + bias, of equal ones the lower index; w_i = p_i / sum of selected p.
     """
 
     @abstractmethod
@@ -68,6 +68,7 @@ class ReferenceMoe(Moe):
         self._shared = ReferenceGatedMlp(weights.shared_gate_up, weights.shared_down, activation)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """See `Moe`."""
         experts, weights = route(x, self._gate, self._bias, self._routing)
         out = self._shared(x).float()
         for expert in experts.unique().tolist():

@@ -9,7 +9,7 @@ from torch import Tensor
 def rms_normalise(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
     """Return x * rsqrt(mean(x^2) + eps) * (weight, or 1 + weight) over the last axis, in fp32 without rounding.
 
-    `x` is [..., N] of any float type, `weight` [N] fp32. The 1 is added in fp32: near 1 a bf16 weight could not hold the sum.
+    `x` is [..., N] of any float type, `weight` [N] fp32. The 1 is added in fp32, since bf16 could not hold the sum.
     """
     x = x.float()
     scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
@@ -37,8 +37,10 @@ class ReferenceRmsNorm(RmsNorm):
         self._one_plus = one_plus
 
     def __call__(self, x: Tensor) -> Tensor:
+        """See `RmsNorm`."""
         return rms_normalise(x, self._weight, self._eps, self._one_plus).to(x.dtype)
 
     def add(self, update: Tensor, residual: Tensor) -> Tensor:
+        """See `RmsNorm.add`."""
         residual.add_(update)
         return self(residual)

@@ -39,16 +39,21 @@ class ReferenceOps(Ops):
     """Plain torch: slow, obviously right, the measure of every other implementation."""
 
     def linear(self, weight: Tensor) -> Linear:
+        """See `Ops.linear`."""
         return ReferenceLinear(weight)
 
     def rms_norm(self, weight: Tensor, eps: float, one_plus: bool) -> RmsNorm:
+        """See `Ops.rms_norm`."""
         return ReferenceRmsNorm(weight, eps, one_plus)
 
     def attention_projection(self, weight: Tensor, geometry: ProjectionGeometry) -> AttentionProjection:
+        """See `Ops.attention_projection`."""
         return ReferenceAttentionProjection(weight, geometry)
 
     def gated_mlp(self, gate_up: Tensor, down: Tensor, activation: Activation) -> GatedMlp:
+        """See `Ops.gated_mlp`."""
         return ReferenceGatedMlp(gate_up, down, activation)
 
     def moe(self, weights: MoeWeights, routing: Routing, activation: SwigluOai) -> Moe:
+        """See `Ops.moe`."""
         return ReferenceMoe(weights, routing, activation)

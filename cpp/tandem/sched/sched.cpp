@@ -1,1 +1,0 @@
-namespace tandem::sched {}  // namespace tandem::sched

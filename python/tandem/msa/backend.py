@@ -47,6 +47,13 @@ class CachedLayer:
             raise GeometryError(f"layer {self.geometry.layer} has full attention and selects no blocks")
         return self.geometry.sparse
 
+    @property
+    def index_keys(self) -> core_layout.View:
+        """View of the index keys. Raises `GeometryError` for a layer of full attention."""
+        if self.index_k is None:
+            raise GeometryError(f"layer {self.geometry.layer} has full attention and no index keys")
+        return self.index_k
+
 
 class AttentionBackend(ABC):
     """Attention over one pool. Backends are interchangeable: the same calls give the same results to rounding.
@@ -119,6 +126,15 @@ class AttentionBackend(ABC):
             raise GeometryError(f"layer {layer} has no attention geometry here, known are {sorted(self.layers)}")
         return self.layers[layer]
 
+    def parts(self, layer: int, k: Tensor, v: Tensor, index_k: Tensor | None) -> list[tuple[core_layout.View, Tensor]]:
+        """Pairs each of a layer's views with the rows to store there, [T, heads, dim]. Raises as `write` does."""
+        cached = self.layer(layer)
+        if (index_k is None) != (cached.index_k is None):
+            kind, given = ("full" if cached.index_k is None else "sparse"), ("no" if index_k is None else "with")
+            raise GeometryError(f"layer {layer} has {kind} attention and was written {given} index keys")
+        parts = [(cached.k, k), (cached.v, v)]
+        return parts if index_k is None else [*parts, (cached.index_keys, index_k.unsqueeze(1))]
+
     @abstractmethod
     def write(self, layer: int, k: Tensor, v: Tensor, index_k: Tensor | None, tokens: AttendedTokens) -> None:
         """Stores entries at each token's `write_index`; -1 changes no byte.
@@ -128,6 +144,8 @@ class AttentionBackend(ABC):
             k, v: [T, num_kv_heads, dim], rows may be strided.
             index_k: [T, index dim], rows may be strided; None for a layer of full attention.
             tokens: where to write.
+
+        Raises `GeometryError` where `index_k` is given for a layer that has none, or missing for one that has.
         """
 
     @abstractmethod

@@ -11,14 +11,9 @@ class CpuBackend(AttentionBackend):
     """C++ kernels over a pool in host memory; results do not depend on batch, chunking or the number of threads."""
 
     def write(self, layer: int, k: Tensor, v: Tensor, index_k: Tensor | None, tokens: AttendedTokens) -> None:  # noqa: D102
-        cached = self.layer(layer)
         seat, index, table = tokens.token_seat, tokens.write_index, self.state.block_table
-        cpu.write_kv(self.pool, cached.k, k, seat, index, table)
-        cpu.write_kv(self.pool, cached.v, v, seat, index, table)
-        if cached.index_k is not None:
-            if index_k is None:
-                raise ValueError(f"layer {layer} is sparse and needs index keys")
-            cpu.write_kv(self.pool, cached.index_k, index_k.unsqueeze(1), seat, index, table)
+        for view, rows in self.parts(layer, k, v, index_k):
+            cpu.write_kv(self.pool, view, rows, seat, index, table)
 
     def select(self, layer: int, index_q: Tensor, tokens: AttendedTokens) -> Tensor:  # noqa: D102
         cached = self.layer(layer)
@@ -27,7 +22,7 @@ class CpuBackend(AttentionBackend):
         cpu.select_blocks(
             index_q,
             self.pool,
-            cached.index_k,
+            cached.index_keys,
             self.state.block_table,
             tokens.token_seat,
             tokens.kv_len,

@@ -16,22 +16,16 @@ class ReferenceBackend(AttentionBackend):
     """Slow and obvious; any device, any block size that the layout has as its page."""
 
     def write(self, layer: int, k: Tensor, v: Tensor, index_k: Tensor | None, tokens: AttendedTokens) -> None:  # noqa: D102
-        cached = self.layer(layer)
-        self._write(cached.k, k, tokens)
-        self._write(cached.v, v, tokens)
-        if cached.index_k is not None:
-            if index_k is None:
-                raise ValueError(f"layer {layer} is sparse and needs index keys")
-            self._write(cached.index_k, index_k.unsqueeze(1), tokens)
+        for view, rows in self.parts(layer, k, v, index_k):
+            self._write(view, rows, tokens)
 
     def select(self, layer: int, index_q: Tensor, tokens: AttendedTokens) -> Tensor:  # noqa: D102
         cached = self.layer(layer)
         sparse = cached.sparse
-        assert cached.index_k is not None
         chosen = index_q.new_full((*index_q.shape[:2], sparse.topk), -1, dtype=torch.int32)
         for seat, members in self._by_seat(tokens):
             kv_len = tokens.kv_len[members].long()
-            keys = self._gather(cached.index_k, seat, int(kv_len.max()))[:, 0]
+            keys = self._gather(cached.index_keys, seat, int(kv_len.max()))[:, 0]
             scores = torch.einsum("thd,nd->thn", index_q[members].float(), keys)
             scores = scores.masked_fill(_unseen(kv_len, keys.shape[0])[:, None], -torch.inf)
             num_valid = (kv_len + sparse.block_size - 1) // sparse.block_size

@@ -134,7 +134,7 @@ class CheckpointWeights:
         """See `Weights.read_rows`."""
         heights = [self._specs[name].shape[0] for name in names]
         out = torch.empty((sum(heights), self._specs[names[0]].shape[1]), dtype=dtype)
-        for name, rows in zip(names, out.split(heights), strict=True):
+        for name, rows in zip(names, torch.split(out, heights), strict=True):
             self._read_into(name, rows)
         return out
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tandem.core import layout
-from tandem.models.checkpoint import CheckpointWeights, WeightFormat, WeightKind
+from tandem.models.checkpoint import CheckpointWeights, WeightKind
 from tandem.models.config import MiniMaxM3Config
 from tandem.models.errors import listed
 from tandem.models.minimax_m3 import tile_specs
 from tandem.models.minimax_m3_weights import IGNORED_PREFIXES, TEXT_PREFIX, weight_specs
+from tandem.models.quant import WeightFormat
 from tandem.models.safetensors_files import SafetensorsFiles
 
 KV_DTYPES = {

@@ -63,7 +63,8 @@ def nvfp4_tensors(shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
 def dequantise_mxfp8(weight: Tensor, exponents: Tensor) -> Tensor:
     """Return the fp32 values of E4M3 `weight` [out, in] with E8M0 `exponents` [out, in/32] (uint8); exact in fp32."""
     scale = torch.exp2(exponents.view(torch.uint8).float() - 127.0)
-    return (weight.float().unflatten(1, (-1, MXFP8_BLOCK)) * scale.unsqueeze(-1)).flatten(1)
+    blocks = weight.float().view(*scale.shape, MXFP8_BLOCK)
+    return (blocks * scale.unsqueeze(-1)).flatten(1)
 
 
 def dequantise_nvfp4(packed: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
@@ -71,6 +72,6 @@ def dequantise_nvfp4(packed: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
 
     The two scales are multiplied first, in fp32, as the format's own kernels do.
     """
-    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
-    block_scale = scale.float() * scale_2
-    return (_E2M1[codes.int()].unflatten(1, (-1, NVFP4_BLOCK)) * block_scale.unsqueeze(-1)).flatten(1)
+    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1)
+    blocks = _E2M1[codes.int()].view(*scale.shape, NVFP4_BLOCK)
+    return (blocks * (scale.float() * scale_2).unsqueeze(-1)).flatten(1)

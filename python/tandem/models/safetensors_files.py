@@ -113,7 +113,7 @@ class SafetensorsFiles:
 
 def _open(path: Path) -> Any:
     try:
-        return safetensors.safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+        return safetensors.safe_open(path, framework="pt")
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
 

@@ -14,7 +14,7 @@ _SEAT = 1
 
 
 class Runner:
-    """Feeds one sequence in steps of any size. Unused cache memory is NaN, and pages lie in slots in a shuffled order."""
+    """Feeds one sequence in steps of any size. Unused cache memory is NaN, pages lie in slots in a shuffled order."""
 
     def __init__(
         self,

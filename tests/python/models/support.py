@@ -142,7 +142,7 @@ def write_checkpoint(
     if num_shards == 1:
         safetensors.torch.save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     names = sorted(stored)
     for shard in range(num_shards):
         file_name = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"

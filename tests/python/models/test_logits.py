@@ -32,9 +32,9 @@ class Case:
     chunks: tuple[int, ...]
 
 
-# Between them: every layer kind in several orders, one to six query heads per KV head, rotary parts of a quarter, a half
-# and all of the head, index heads narrower and wider than the head, blocks of 8 to 64, one and two local blocks, prompts
-# cut nowhere, at block edges, beside them, and into single tokens.
+# Between them: every layer kind in several orders, one to six query heads per KV head, rotary parts of a quarter, half
+# and all of the head, index heads narrower and wider than the head, blocks of 8 to 64, one and two local blocks, and
+# prompts cut nowhere, at block edges, beside them, and into single tokens.
 CASES = {
     "as_released": Case(Shape(layers="dddss"), 150, (150,)),
     "cut_at_block_edges": Case(Shape(heads=8, kv_heads=4, block=8, topk=3, layers="dsss"), 120, (8, 64, 48)),

@@ -82,10 +82,10 @@ class ReferenceAttentionProjection(AttentionProjection):
     def __call__(self, x: Tensor, rotation: Rotation) -> AttentionInputs:
         """See `AttentionProjection`."""
         geometry = self._geometry
-        parts = torch.nn.functional.linear(x, self._weight).split(geometry.widths, dim=1)
+        parts = torch.split(torch.nn.functional.linear(x, self._weight), list(geometry.widths), dim=1)
 
         def turned(part: Tensor, dim: int, norm: Tensor | None) -> Tensor:
-            heads = part.unflatten(1, (-1, dim)).float()
+            heads = part.reshape(len(x), -1, dim).float()
             if norm is not None:
                 heads = rms_normalise(heads, norm, geometry.eps, geometry.one_plus)
             return rotate(heads, rotation).to(x.dtype)
@@ -93,7 +93,7 @@ class ReferenceAttentionProjection(AttentionProjection):
         norms = geometry.norms
         q = turned(parts[0], geometry.head_dim, norms.q if norms else None)
         k = turned(parts[1], geometry.head_dim, norms.k if norms else None)
-        v = parts[2].unflatten(1, (-1, geometry.head_dim))
+        v = parts[2].reshape(len(x), -1, geometry.head_dim)
         index = geometry.index
         if index is None:
             return AttentionInputs(q, k, v, None, None)

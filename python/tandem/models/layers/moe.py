@@ -71,8 +71,8 @@ class ReferenceMoe(Moe):
         """See `Moe`."""
         experts, weights = route(x, self._gate, self._bias, self._routing)
         out = self._shared(x).float()
-        for expert in experts.unique().tolist():
-            tokens, place = torch.nonzero(experts == expert, as_tuple=True)
-            contribution = self._experts[expert](x[tokens]).float() * weights[tokens, place].unsqueeze(1)
-            out.index_add_(0, tokens, contribution)
+        for index, expert in enumerate(self._experts):
+            tokens, place = torch.where(experts == index)
+            if len(tokens):
+                out.index_add_(0, tokens, expert(x[tokens]).float() * weights[tokens, place].unsqueeze(1))
         return out.to(x.dtype)

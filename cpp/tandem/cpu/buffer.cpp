@@ -1,0 +1,38 @@
+#include "tandem/cpu/buffer.h"
+
+#include <sys/mman.h>
+
+#include <array>
+#include <new>
+
+namespace tandem::cpu {
+
+namespace {
+constexpr std::int64_t kHugePage = std::int64_t{2} << 20;
+constexpr std::int64_t kCacheLine = 64;
+}  // namespace
+
+AlignedBuffer::AlignedBuffer(std::int64_t num_bytes) : num_bytes_(num_bytes) {
+  const std::int64_t alignment = num_bytes >= kHugePage ? kHugePage : kCacheLine;
+  const std::int64_t rounded = (num_bytes + alignment - 1) / alignment * alignment;
+  void* data = std::aligned_alloc(static_cast<std::size_t>(alignment), static_cast<std::size_t>(rounded));
+  if (data == nullptr) throw std::bad_alloc();
+  data_.reset(static_cast<std::byte*>(data));
+  // Advice only: without huge pages the buffer is as good, just slower.
+  if (alignment == kHugePage) static_cast<void>(madvise(data, static_cast<std::size_t>(rounded), MADV_HUGEPAGE));
+}
+
+void AlignedBuffer::Free::operator()(std::byte* data) const { std::free(data); }
+
+float* scratch_floats(Scratch purpose, std::int64_t count) {
+  thread_local std::array<AlignedBuffer, static_cast<std::size_t>(Scratch::Count)> buffers;
+  AlignedBuffer& buffer = buffers[static_cast<std::size_t>(purpose)];
+  const std::int64_t num_bytes = count * static_cast<std::int64_t>(sizeof(float));
+  if (buffer.num_bytes() < num_bytes) {
+    buffer = AlignedBuffer();  // first release, then take: scratch holds nothing between uses
+    buffer = AlignedBuffer(num_bytes + num_bytes / 4);
+  }
+  return reinterpret_cast<float*>(buffer.data());
+}
+
+}  // namespace tandem::cpu

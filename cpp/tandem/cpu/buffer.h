@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace tandem::cpu {
+
+// Memory aligned for vectors; large ones ask the kernel for huge pages, since a weight is streamed through once per
+// step.
+class AlignedBuffer {
+ public:
+  AlignedBuffer() = default;
+  explicit AlignedBuffer(std::int64_t num_bytes);
+
+  [[nodiscard]] std::byte* data() const { return data_.get(); }
+  [[nodiscard]] std::int64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  struct Free {
+    void operator()(std::byte* data) const;
+  };
+  std::unique_ptr<std::byte[], Free> data_;
+  std::int64_t num_bytes_ = 0;
+};
+
+// Scratch of the calling thread, grown to the largest request and kept. The purposes below may be in use at once.
+enum class Scratch : int { Inputs, Hidden, Products, Tile, Scores, Count };
+[[nodiscard]] float* scratch_floats(Scratch purpose, std::int64_t count);
+
+}  // namespace tandem::cpu

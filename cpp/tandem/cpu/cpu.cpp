@@ -1,1 +1,0 @@
-namespace tandem::cpu {}  // namespace tandem::cpu

@@ -6,6 +6,9 @@ import codecs
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+# Bytes that wait for the rest of their character, and the codec's flags.
+DecoderState = tuple[bytes, int]
+
 
 class TextDecoder:
     """Turns tokens into text as they arrive.
@@ -30,6 +33,14 @@ class TextDecoder:
     def feed(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
         return self._decoder.decode(self._token_bytes(token_id))
+
+    def save(self) -> DecoderState:
+        """The state between two tokens, for `restore`."""
+        return self._decoder.getstate()
+
+    def restore(self, state: DecoderState) -> None:
+        """Forget what was fed since ``state`` was saved."""
+        self._decoder.setstate(state)
 
 
 def incomplete_suffix(data: bytes) -> bytes:

@@ -2,8 +2,8 @@
 
 Nothing is carried from draw to draw, so a token's noise does not depend on neighbours, batch shape, chunking or on how
 the request came to this index. The bits are those of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", 2014): its finaliser ``mix`` applied to a Weyl sequence of the golden-ratio increment. The three inputs are
-folded in one after the other::
+number generators", 2014): its finaliser ``mix`` applied to a Weyl sequence of the golden-ratio increment. The three
+inputs are folded in one after the other::
 
     key  = mix(mix(seed) + GOLDEN * (token_index + 1))
     bits = mix(key + GOLDEN * (vocabulary_id + 1))

@@ -92,7 +92,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-softmax of raw logits, fp32: ``chosen`` ``[P]``, and the n best, ``top_values`` and ``top_ids`` ``[P, n]``."""
+    """Log-softmax of raw logits: ``chosen`` fp32 ``[P]``; the n best, ``top_values`` and ``top_ids`` ``[P, n]``."""
 
     chosen: Tensor
     top_values: Tensor

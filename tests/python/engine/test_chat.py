@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+
 from tandem.engine.chat import ChatTemplate, Message
 from tandem.engine.errors import InvalidChatError
-
 from tests.python.engine.byte_tokenizer import byte_tokenizer
 
 TURNS: list[Message] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]

@@ -6,10 +6,10 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tandem.engine.detokenize import StopMatch, StopScanner, incomplete_suffix
 from tandem.engine.errors import UnsupportedTokenizerError
 from tandem.engine.tokenizer import Tokenizer
-
 from tests.python.engine.byte_tokenizer import byte_ids, byte_tokenizer
 
 TOKENIZER = byte_tokenizer(merges=[("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ã", "©")], extra_tokens=["<end of text>"])

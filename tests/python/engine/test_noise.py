@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from tandem.engine.noise import as_signed_seed, gumbel_noise, mix64, random_bits
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+
 from tandem.engine.errors import InvalidParameterError, InvalidTokenIdError
 from tandem.engine.params import SamplingParams
 

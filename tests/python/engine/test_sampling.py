@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from tandem.engine.sampling import (
     Adjustments,
     Choice,

@@ -1,0 +1,380 @@
+"""The step loop: inbox, plan, derive, forward, sample, complete, emit.
+
+One thread drives an engine and is the only one to touch its scheduler and its tensors. Other threads leave requests and
+aborts in a locked inbox. A step in flight is launched before it is collected, and everything the next launch needs is
+on the device by then, so a step may be planned and launched while the one before it is still running.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tandem.core import sched
+from tandem.engine.errors import EngineClosedError, InvalidPromptError, check_token_ids
+from tandem.engine.outputs import FinishReason
+from tandem.engine.params import SamplingParams
+from tandem.engine.request import Request, Sink, Taken
+from tandem.engine.runner import ModelRunner, RowResult, StepInFlight, StepTimes
+from tandem.engine.sampling import SampleError
+from tandem.engine.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_REASONS: dict[sched.FinishReason, FinishReason] = {
+    sched.FinishReason.STOP: "stop",
+    sched.FinishReason.LENGTH: "length",
+    sched.FinishReason.ABORT: "abort",
+    sched.FinishReason.ERROR: "error",
+}
+_SAMPLE_ERRORS = {
+    SampleError.NOT_FINITE: "the logits are not finite",
+    SampleError.NOTHING_ALLOWED: "logit_bias and min_tokens forbid every token",
+}
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the start, and what runs now."""
+
+    scheduler: sched.Stats
+    ledger: sched.Ledger
+    times: StepTimes
+    num_steps: int
+    """The progress counter: grows with each completed step, failed ones included."""
+
+
+@dataclass(frozen=True)
+class _Submit:
+    request: Request
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_id: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    run: Callable[[], Any]
+    future: Future[Any]
+
+
+class Engine:
+    """Continuous batching over one model.
+
+    Args:
+        scheduler: decides what runs in each step.
+        runner: runs it.
+        end_ids: ids that end a request unless it ignores them.
+        tokenizer: None serves requests without text.
+        seed: makes the seeds that are drawn for requests without one repeatable; None draws them at random.
+    """
+
+    def __init__(
+        self,
+        scheduler: sched.Scheduler,
+        runner: ModelRunner,
+        *,
+        end_ids: Collection[int] = (),
+        tokenizer: Tokenizer | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._end_ids = frozenset(end_ids)
+        self._tokenizer = tokenizer
+        self._max_model_len = scheduler.config.max_model_len
+        self._steps_ahead = 1 if scheduler.config.overlap else 0
+        self._request_ids = itertools.count()
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
+        self._inbox: deque[_Submit | _Abort | _Call] = deque()
+        self._inbox_filled = threading.Condition()
+        self._woken = False
+        self._closed: BaseException | None = None
+        self._by_request: dict[int, Request] = {}
+        self._by_sequence: dict[int, Request] = {}
+        self._in_flight: deque[StepInFlight] = deque()
+        self._num_steps = 0
+
+    # From any thread.
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        prompt: str | None = None,
+        stream: bool = False,
+    ) -> int:
+        """Check a request and put it in the inbox; returns its id.
+
+        Args:
+            prompt_ids: at least one id, all in the vocabulary.
+            params: how to sample.
+            sink: called on the engine thread with each `Delta`; must not block or raise.
+            prompt: the prompt's text, to be given back with the output.
+            stream: whether deltas before the last are wanted.
+
+        Raises:
+            InvalidPromptError: the prompt is empty, leaves no room below the limit, or holds unknown ids.
+            InvalidTokenIdError: the parameters hold unknown ids.
+            EngineClosedError: the engine takes no more requests.
+        """
+        ids = [int(i) for i in prompt_ids]
+        self.check(ids, params)
+        room = self._max_model_len - len(ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        own_ends = frozenset() if params.ignore_eos else self._end_ids
+        request = Request(
+            next(self._request_ids),
+            prompt,
+            ids,
+            params,
+            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
+            max_tokens=max_tokens,
+            end_ids=own_ends.union(params.stop_token_ids),
+            tokenizer=self._tokenizer,
+            sink=sink,
+            stream=stream,
+        )
+        self._put(_Submit(request))
+        return request.request_id
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise what `submit` would raise, without submitting."""
+        if not prompt_ids:
+            raise InvalidPromptError("the prompt is empty; at least one token is needed")
+        if len(prompt_ids) >= self._max_model_len:
+            raise InvalidPromptError(
+                f"the prompt has {len(prompt_ids)} tokens; with max_model_len={self._max_model_len} at most "
+                f"{self._max_model_len - 1} are allowed, so that one can be generated"
+            )
+        check_token_ids("the prompt", prompt_ids, self._runner.vocab_size)
+        params.check_vocabulary(self._runner.vocab_size)
+
+    def abort(self, request_id: int) -> None:
+        """End a request soon; without effect where it has ended."""
+        self._put(_Abort(request_id))
+
+    def call(self, run: Callable[[], _T]) -> Future[_T]:
+        """Have the engine thread call ``run`` between two steps."""
+        future: Future[_T] = Future()
+        self._put(_Call(run, future))
+        return future
+
+    def _put(self, item: _Submit | _Abort | _Call) -> None:
+        with self._inbox_filled:
+            if self._closed is not None:
+                raise EngineClosedError(f"the engine takes no more requests: {self._closed}") from self._closed
+            self._inbox.append(item)
+            self._inbox_filled.notify()
+
+    def wake(self) -> None:
+        """End the wait of `wait_for_work`, now and ever after."""
+        with self._inbox_filled:
+            self._woken = True
+            self._inbox_filled.notify()
+
+    @property
+    def num_steps(self) -> int:
+        """The progress counter: an engine with work whose counter stands still is not healthy."""
+        return self._num_steps
+
+    # From the engine thread.
+
+    def wait_for_work(self, timeout: float | None = None) -> bool:
+        """Block until there is something to do; whether there is."""
+        if self._by_request or self._in_flight:
+            return True
+        with self._inbox_filled:
+            return self._inbox_filled.wait_for(lambda: bool(self._inbox) or self._woken, timeout)
+
+    def step(self) -> bool:
+        """Take the inbox, launch the next step and complete the oldest one that is due; whether anything was done."""
+        self._take_inbox()
+        start = time.perf_counter()
+        plan = self._scheduler.plan() if len(self._in_flight) <= self._steps_ahead else None
+        self._runner.times.plan += time.perf_counter() - start
+        if plan is not None:
+            self._launch(plan)
+        if self._in_flight and (plan is None or len(self._in_flight) > self._steps_ahead):
+            self._complete(self._in_flight.popleft())
+            return True
+        return plan is not None
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        return EngineStats(self._scheduler.stats(), self._scheduler.ledger(), self._runner.times, self._num_steps)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._scheduler.reset_prefix_cache()
+
+    def close(self, cause: BaseException | None = None) -> None:
+        """Take no more requests, and end those that run: aborted, or with ``cause`` as their error."""
+        with self._inbox_filled:
+            if self._closed is not None:
+                return
+            self._closed = cause or EngineClosedError("it was closed")
+            left, self._inbox = list(self._inbox), deque()
+            self._inbox_filled.notify_all()
+        requests = list(self._by_request.values())
+        for item in left:
+            if isinstance(item, _Submit):
+                requests.append(item.request)
+            elif isinstance(item, _Call):
+                item.future.set_exception(self._closed)
+        self._by_request.clear()
+        self._by_sequence.clear()
+        for request in requests:
+            if cause is not None:
+                request.fail(f"the engine stopped: {cause}")
+            request.finish("abort" if cause is None else "error", num_new=0, cached_tokens=0, num_preemptions=0)
+
+    def _take_inbox(self) -> None:
+        with self._inbox_filled:
+            items, self._inbox = self._inbox, deque()
+        for item in items:
+            match item:
+                case _Submit(request):
+                    self._admit(request)
+                case _Abort(request_id):
+                    self._abort_now(request_id)
+                case _Call(run, future):
+                    _run_call(run, future)
+
+    def _admit(self, request: Request) -> None:
+        params = request.params
+        spec = sched.RequestSpec(
+            prompt=np.array(request.prompt_ids, dtype=np.int32),
+            max_tokens=request.max_tokens,
+            priority=params.priority,
+            salt=_salt(request),
+        )
+        request.seq_id = self._scheduler.submit(spec)
+        self._by_request[request.request_id] = request
+        self._by_sequence[request.seq_id] = request
+
+    def _abort_now(self, request_id: int) -> None:
+        request = self._by_request.get(request_id)
+        if request is None:
+            return
+        terminal = self._scheduler.abort(request.seq_id)
+        assert terminal is not None
+        self._end(terminal, num_new=0)
+
+    def _launch(self, plan: sched.StepPlan) -> None:
+        try:
+            self._in_flight.append(self._runner.launch(plan, self._by_sequence))
+        # Whatever a model, a kernel or the allocator raises concerns the rows of this step; the loop goes on.
+        except Exception as error:
+            _log.exception("step %d failed while it was launched", plan.step_id)
+            self._drain_in_flight()
+            self._fail_step(plan, error)
+
+    def _drain_in_flight(self) -> None:
+        """Complete what was launched before, since steps end in order."""
+        while self._in_flight:
+            self._complete(self._in_flight.popleft())
+
+    def _complete(self, step: StepInFlight) -> None:
+        try:
+            results = self._runner.collect(step)
+        # As in `_launch`: a device reports here what went wrong in the step.
+        except Exception as error:
+            _log.exception("step %d failed", step.plan.step_id)
+            self._fail_step(step.plan, error)
+            return
+        start = time.perf_counter()
+        self._apply(step, results)
+        self._num_steps += 1
+        self._runner.times.output += time.perf_counter() - start
+
+    def _fail_step(self, plan: sched.StepPlan, error: Exception) -> None:
+        events = self._scheduler.fail(plan.step_id)
+        self._num_steps += 1
+        for terminal in events.terminals:
+            self._by_sequence[terminal.seq_id].fail(f"{type(error).__name__}: {error}")
+            self._end(terminal, num_new=0)
+
+    def _apply(self, step: StepInFlight, results: Sequence[RowResult]) -> None:
+        """Cut each row at its request's end, report to the scheduler, and pass on what it keeps."""
+        # A sequence that ended since the launch has no request any more; its row is listed but ignored.
+        requests = [
+            request if request is not None and request.seq_id in self._by_sequence else None
+            for request in (step.requests[row] for row in step.sampling_rows)
+        ]
+        taken: list[Taken] = []
+        finish = np.zeros(len(results), dtype=np.int32)
+        for i, (request, result) in enumerate(zip(requests, results, strict=True)):
+            if result.error is not SampleError.NONE:
+                if request is not None:
+                    request.fail(_SAMPLE_ERRORS[result.error])
+                taken.append(Taken(0, False, None))
+                finish[i] = int(sched.FinishReason.ERROR)
+                continue
+            # The tokens of an ended request are skipped, whatever they are.
+            row = Taken(len(result.tokens), False, None) if request is None else request.take(result.tokens)
+            taken.append(row)
+            if row.stops:
+                finish[i] = int(sched.FinishReason.STOP)
+        num_tokens = np.array([row.num_tokens for row in taken], dtype=np.int32)
+        accepted = np.array([min(r.num_accepted, t.num_tokens) for r, t in zip(results, taken, strict=True)], np.int32)
+        kept = [result.tokens[: row.num_tokens] for result, row in zip(results, taken, strict=True)]
+        tokens = np.array(list(itertools.chain.from_iterable(kept)), dtype=np.int32)
+        events = self._scheduler.complete(sched.StepResult(step.plan.step_id, num_tokens, accepted, tokens, finish))
+        num_kept = events.num_tokens.tolist()
+        ended = events.finish.tolist()
+        for i, request in enumerate(requests):
+            if request is None or results[i].error is not SampleError.NONE:
+                continue
+            request.settle(results[i].tokens, taken[i], num_kept[i], results[i].logprobs)
+            if num_kept[i] and not ended[i]:
+                request.emit(num_kept[i])
+        new_of = dict(zip(events.seq_id.tolist(), num_kept, strict=True))
+        for terminal in events.terminals:
+            self._end(terminal, num_new=new_of.get(terminal.seq_id, 0))
+
+    def _end(self, terminal: sched.Terminal, *, num_new: int) -> None:
+        """The one terminal event of a request."""
+        request = self._by_sequence.pop(terminal.seq_id)
+        del self._by_request[request.request_id]
+        request.finish(
+            _REASONS[terminal.reason],
+            num_new=num_new,
+            cached_tokens=terminal.num_cached_tokens,
+            num_preemptions=terminal.num_preemptions,
+        )
+
+
+def _salt(request: Request) -> str:
+    """The prefix-cache namespace of a request.
+
+    One that wants the log-probabilities of its prompt has a namespace of its own: it must find nothing cached.
+    """
+    if request.params.prompt_logprobs is not None:
+        return f"request {request.request_id}"
+    return "" if request.params.cache_salt is None else f"salt {request.params.cache_salt}"
+
+
+def _run_call(run: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(run())
+    # The caller's function may raise anything; it is raised again where the caller waits.
+    except Exception as error:
+        future.set_exception(error)

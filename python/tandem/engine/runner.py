@@ -1,0 +1,262 @@
+"""Runs a planned step on the device: derive, forward, sample, advance. Results stay there until they are collected."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.core import sched
+from tandem.engine.outputs import LOWEST_LOGPROB, TokenLogprobs
+from tandem.engine.request import Request
+from tandem.engine.sampling import Logprobs, Sampled, SampleError, gather_logprobs
+from tandem.engine.seats import IntArray, Positions, SamplingSeats
+from tandem.msa import AttentionBackend, Limits, PlanRows, RowKind, SeatState, StepMetadata, advance, derive
+
+# Rows of prompt logits computed at a time: a whole chunk at M3's vocabulary would be some 400 MB.
+_PROMPT_LOGPROB_ROWS = 64
+
+
+class StepModel(Protocol):
+    """What the runner asks of a model; `tandem.models.MiniMaxM3` is one."""
+
+    def forward(
+        self, token_ids: Tensor, meta: StepMetadata, attention: AttentionBackend, capture: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(hidden ``[T, H]``, captured states) of the step's tokens int32 ``[T]``."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 ``[N, V]`` of hidden ``[N, H]``."""
+
+
+@dataclass
+class StepTimes:
+    """Seconds spent in each part of the steps so far."""
+
+    plan: float = 0.0
+    model: float = 0.0
+    sample: float = 0.0
+    output: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Positions of the step (indices into its logits) whose log-probabilities are wanted, and how many top ids."""
+
+    positions: IntArray
+    num_top: IntArray
+
+
+@dataclass(frozen=True)
+class _PromptPart:
+    """Prompt log-probabilities of one context row: of the tokens from ``first_index`` on."""
+
+    request: Request
+    first_index: int
+    num_top: int
+    tokens: Tensor
+    values: Logprobs
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """A launched step. Tensors are the device's; the plan's arrays are valid until the step's own completion.
+
+    ``sampling_rows`` are the plan's rows that yield tokens; ``first_position`` ``[N+1]`` is each one's part of the
+    positions.
+    """
+
+    plan: sched.StepPlan
+    requests: list[Request | None]
+    sampling_rows: IntArray
+    first_position: IntArray
+    sampled: Sampled
+    wanted: _Wanted | None
+    logprobs: Logprobs | None
+    prompt_parts: list[_PromptPart] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What one sampling row brought: its tokens, or an error in their place."""
+
+    tokens: list[int]
+    num_accepted: int
+    error: SampleError
+    logprobs: list[TokenLogprobs] | None
+
+
+class ModelRunner:
+    """The device side of the engine.
+
+    Args:
+        model: the model.
+        attention: its cache.
+        state: the seats that `attention` reads.
+        limits: bounds of the engine.
+        vocab_size: V, the width of the logits.
+        steps_in_flight: steps launched and not yet collected, at most.
+        before_step: called with each plan before anything of the step runs.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        attention: AttentionBackend,
+        state: SeatState,
+        limits: Limits,
+        vocab_size: int,
+        *,
+        steps_in_flight: int = 1,
+        before_step: Callable[[sched.StepPlan], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._state = state
+        self._meta = StepMetadata(limits, state.device, steps_in_flight)
+        self._seats = SamplingSeats(limits.max_seats, vocab_size, state.device)
+        self._before_step = before_step
+        self.vocab_size = vocab_size
+        self.times = StepTimes()
+
+    @torch.inference_mode()
+    def launch(self, plan: sched.StepPlan, requests: Mapping[int, Request]) -> StepInFlight:
+        """Start a step; ``requests`` by sequence id, without those that have ended."""
+        start = time.perf_counter()
+        rows = PlanRows.from_plan(plan)
+        row_requests = [requests.get(seq_id) for seq_id in plan.seq_id.tolist()]
+        self._fill_fresh_seats(rows, row_requests)
+        if self._before_step is not None:
+            self._before_step(plan)
+        derive(rows, self._state, self._meta)
+        meta = self._meta
+        hidden, _ = self._model.forward(meta.token_ids, meta, self._attention)
+        prompt_parts = self._prompt_parts(rows, row_requests, hidden)
+        sampling_rows = np.flatnonzero(rows.samples)
+        if len(sampling_rows) == 0:
+            advance(self._state, meta, torch.empty(0, dtype=torch.int32, device=self._state.device))
+            none = torch.empty(0, dtype=torch.int64, device=self._state.device)
+            self.times.model += time.perf_counter() - start
+            empty = np.zeros(1, dtype=np.int64)
+            return StepInFlight(plan, row_requests, sampling_rows, empty, Sampled(none, none), None, None, prompt_parts)
+        logits = self._model.logits(hidden.index_select(0, meta.logit_token))
+        middle = time.perf_counter()
+        positions, first_position = self._positions(rows, sampling_rows)
+        sampled = self._seats.decide(logits, positions)
+        wanted = _wanted_logprobs([row_requests[row] for row in sampling_rows], first_position)
+        logprobs = None
+        if wanted is not None:
+            where = torch.from_numpy(wanted.positions).to(logits.device)
+            logprobs = gather_logprobs(logits[where], sampled.tokens[where], int(wanted.num_top.max()))
+        # Without drafts each sampling row has one position, and its token is the row's newest.
+        self._seats.advance(positions.seat, sampled.tokens)
+        advance(self._state, meta, sampled.tokens.to(torch.int32))
+        end = time.perf_counter()
+        self.times.model += middle - start
+        self.times.sample += end - middle
+        return StepInFlight(plan, row_requests, sampling_rows, first_position, sampled, wanted, logprobs, prompt_parts)
+
+    def collect(self, step: StepInFlight) -> list[RowResult]:
+        """The results of a step on the host, one per sampling row in plan order; waits for the device."""
+        start = time.perf_counter()
+        tokens, errors = step.sampled.tokens.tolist(), step.sampled.errors.tolist()
+        logprobs = _logprobs_by_position(step)
+        for part in step.prompt_parts:
+            part.request.set_prompt_logprobs(part.first_index, _entries(part.tokens, part.values, part.num_top))
+        results = []
+        bounds = step.first_position.tolist()
+        for first, end in itertools.pairwise(bounds):
+            error = SampleError(max(errors[first:end]))
+            row_logprobs = [logprobs[i] for i in range(first, end)] if first in logprobs else None
+            results.append(RowResult(tokens[first:end], end - first - 1, error, row_logprobs))
+        self.times.sample += time.perf_counter() - start
+        return results
+
+    def _fill_fresh_seats(self, rows: PlanRows, requests: Sequence[Request | None]) -> None:
+        for row in np.flatnonzero(rows.fresh).tolist():
+            request = requests[row]
+            if request is not None:
+                request.mark_scheduled()
+                self._seats.fill(
+                    int(rows.seat[row]),
+                    request.params,
+                    request.seed,
+                    request.prompt_ids,
+                    request.output_ids,
+                    request.end_ids,
+                )
+
+    def _positions(self, rows: PlanRows, sampling_rows: IntArray) -> tuple[Positions, IntArray]:
+        """The step's positions, and where each sampling row's begin ``[N+1]``."""
+        counts = np.where(rows.kind[sampling_rows] == RowKind.DECODE, rows.query_len[sampling_rows], 1).astype(np.int64)
+        first = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=first[1:])
+        draft = np.arange(first[-1]) - np.repeat(first[:-1], counts)
+        row_end = np.cumsum(rows.query_len, dtype=np.int64)[sampling_rows]
+        place = np.repeat(row_end - counts, counts) + draft
+        meta = self._meta
+        token_index = meta.position.index_select(0, meta.logit_token).to(torch.int64) + 1
+        seat = np.repeat(rows.seat[sampling_rows].astype(np.int64), counts)
+        return Positions(seat, draft, place, token_index, meta.token_ids), first
+
+    def _prompt_parts(self, rows: PlanRows, requests: Sequence[Request | None], hidden: Tensor) -> list[_PromptPart]:
+        """Log-probabilities of the prompt tokens that follow the tokens of context rows, where wanted."""
+        parts: list[_PromptPart] = []
+        row_start = np.cumsum(rows.query_len) - rows.query_len
+        for row in np.flatnonzero(rows.kind == RowKind.CONTEXT).tolist():
+            request = requests[row]
+            if request is None or request.params.prompt_logprobs is None:
+                continue
+            first_index = int(rows.first_index[row]) + 1
+            count = min(int(rows.query_len[row]), len(request.prompt_ids) - first_index)
+            for offset in range(0, count, _PROMPT_LOGPROB_ROWS):
+                size = min(_PROMPT_LOGPROB_ROWS, count - offset)
+                start = int(row_start[row]) + offset
+                index = first_index + offset
+                tokens = torch.tensor(request.prompt_ids[index : index + size], device=hidden.device)
+                logits = self._model.logits(hidden[start : start + size])
+                num_top = request.params.prompt_logprobs
+                values = gather_logprobs(logits, tokens, num_top)
+                parts.append(_PromptPart(request, index, num_top, tokens, values))
+        return parts
+
+
+def _wanted_logprobs(requests: Sequence[Request | None], first_position: IntArray) -> _Wanted | None:
+    positions: list[int] = []
+    num_top: list[int] = []
+    for i, request in enumerate(requests):
+        if request is not None and request.params.logprobs is not None:
+            mine = range(int(first_position[i]), int(first_position[i + 1]))
+            positions.extend(mine)
+            num_top.extend([request.params.logprobs] * len(mine))
+    if not positions:
+        return None
+    return _Wanted(np.array(positions, dtype=np.int64), np.array(num_top, dtype=np.int64))
+
+
+def _logprobs_by_position(step: StepInFlight) -> dict[int, TokenLogprobs]:
+    if step.wanted is None or step.logprobs is None:
+        return {}
+    positions, num_top = step.wanted.positions.tolist(), step.wanted.num_top.tolist()
+    tokens = step.sampled.tokens[torch.from_numpy(step.wanted.positions).to(step.sampled.tokens.device)]
+    entries = _entries(tokens, step.logprobs, max(num_top))
+    return {
+        position: TokenLogprobs(entry.token_id, entry.logprob, entry.top[:n])
+        for position, n, entry in zip(positions, num_top, entries, strict=True)
+    }
+
+
+def _entries(tokens: Tensor, values: Logprobs, num_top: int) -> list[TokenLogprobs]:
+    chosen = values.chosen.nan_to_num(LOWEST_LOGPROB).clamp(min=LOWEST_LOGPROB).tolist()
+    top_values = values.top_values[:, :num_top].nan_to_num(LOWEST_LOGPROB).clamp(min=LOWEST_LOGPROB).tolist()
+    top_ids = values.top_ids[:, :num_top].tolist()
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids, row, strict=True)))
+        for token, logprob, ids, row in zip(tokens.tolist(), chosen, top_ids, top_values, strict=True)
+    ]

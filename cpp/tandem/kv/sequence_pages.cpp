@@ -99,22 +99,32 @@ void SequencePages::commit(std::span<const TokenId> tokens) {
   if (committed_ == num_full * tokens_per_page_) {
     return;
   }
-  if (tree_ != nullptr && tree_->epoch() == tree_epoch_) {
-    const auto page_size = static_cast<std::size_t>(tokens_per_page_);
-    const std::span<const std::uint64_t> chain =
-        hashes_.extend(tokens.first(static_cast<std::size_t>(num_full) * page_size));
-    // The place below which pages enter may be another sequence's copy, which this one does not hold and which may be
-    // gone: then the whole prefix enters again from this sequence's own pages, where the tree lacks it.
-    if (!tree_->is_valid(cursor_)) {
-      cursor_ = {};
-    }
-    while (cursor_.num_pages < num_full) {
-      const auto i = static_cast<std::size_t>(cursor_.num_pages);
-      cursor_ =
-          tree_->insert(cursor_, tokens.subspan(i * page_size, page_size), chain[i], hashes_.salt(), pages_[i]).at;
-    }
-  }
+  // Hashed before anything changes: tokens that cannot be hashed are refused here.
+  (void)hashes_.extend(tokens.first(static_cast<std::size_t>(num_full * tokens_per_page_)));
   committed_ = num_full * tokens_per_page_;
+  enter(tokens, /*below_copies=*/false);
+}
+
+void SequencePages::enter_all(std::span<const TokenId> tokens) { enter(tokens, /*below_copies=*/true); }
+
+// A page held here must not lie below one that nobody holds: that one could not be evicted, and the sequence would keep
+// more of the pool than its own pages. So the chain stops at the first page that the tree has from elsewhere, is tried
+// again there when more pages are full, and goes on below copies only when the sequence is about to let go.
+void SequencePages::enter(std::span<const TokenId> tokens, bool below_copies) {
+  if (tree_ == nullptr || tree_->epoch() != tree_epoch_ || cursor_.num_pages * tokens_per_page_ == committed_) {
+    return;
+  }
+  const auto page_size = static_cast<std::size_t>(tokens_per_page_);
+  const std::span<const std::uint64_t> chain = hashes_.extend(tokens.first(static_cast<std::size_t>(committed_)));
+  while (cursor_.num_pages * tokens_per_page_ < committed_) {
+    const auto i = static_cast<std::size_t>(cursor_.num_pages);
+    const TreeCursor at =
+        tree_->insert(cursor_, tokens.subspan(i * page_size, page_size), chain[i], hashes_.salt(), pages_[i]).at;
+    if (at.slot != pages_[i].slot() && !below_copies) {
+      return;
+    }
+    cursor_ = at;
+  }
 }
 
 void SequencePages::release() {

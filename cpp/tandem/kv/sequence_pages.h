@@ -44,9 +44,13 @@ class SequencePages {
   // (else InvalidArgument).
   void set_computed(std::int64_t num_tokens);
   // Offers every full page below `computed` to the tree. `tokens` are the sequence's tokens from 0, at least `computed`
-  // of them, the same as in earlier calls. Pages that the tree has already keep their own slots here.
-  // Throws InvalidArgument for too few tokens or a negative one.
+  // of them, the same as in earlier calls: throws InvalidArgument for fewer, or for a negative token. Pages that the
+  // tree has already keep their own slots here, and those behind them wait for `enter_all`, unless the tree's copy goes
+  // first.
   void commit(std::span<const TokenId> tokens);
+  // Enters the committed pages that wait, below the tree's copies. To be called right before a release: until then the
+  // copies could not be evicted.
+  void enter_all(std::span<const TokenId> tokens);
 
   // Drops every page.
   void release();
@@ -70,6 +74,7 @@ class SequencePages {
 
  private:
   void start();
+  void enter(std::span<const TokenId> tokens, bool below_copies);
 
   PagePool* pool_;
   PrefixTree* tree_;

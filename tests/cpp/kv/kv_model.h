@@ -48,14 +48,16 @@ class KvModel {
     return slots;
   }
 
-  // Offers the full pages of the first `num_tokens` tokens.
+  // Offers the full pages of the first `num_tokens` tokens: up to the first that is there from elsewhere, or all.
   void commit(const std::string& salt, const std::vector<std::int32_t>& tokens, std::int64_t num_tokens,
-              const std::vector<Slot>& slots) {
+              const std::vector<Slot>& slots, bool below_copies) {
     for (std::size_t i = 0; (i + 1) * page_ <= static_cast<std::size_t>(num_tokens); ++i) {
       Prefix key = prefix(salt, tokens, (i + 1) * page_);
       if (!tree_.contains(key)) {
         tree_.emplace(std::move(key), Page{slots[i], ++clock_});
         handles_.emplace(slots[i], Holder::Tree);
+      } else if (tree_.at(key).slot != slots[i] && !below_copies) {
+        return;
       }
     }
   }

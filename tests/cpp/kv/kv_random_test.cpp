@@ -207,12 +207,18 @@ class Simulation {
     const std::int64_t committed_before = s->pages.committed();
     s->pages.commit(s->tokens);
     if (s->epoch == clears_ && s->pages.committed() != committed_before) {
-      model_.commit(s->salt, s->tokens, s->pages.computed(), s->slots);
+      model_.commit(s->salt, s->tokens, s->pages.computed(), s->slots, /*below_copies=*/false);
       num_own_copies_ += (s->pages.committed() - committed_before) / page_ > tree_.num_pages() - tree_before ? 1 : 0;
     }
   }
 
   void let_go(Sequence& s, bool to_step) {
+    if (below(2) == 0) {
+      s.pages.enter_all(s.tokens);
+      if (s.epoch == clears_) {
+        model_.commit(s.salt, s.tokens, s.pages.committed(), s.slots, /*below_copies=*/true);
+      }
+    }
     if (to_step) {
       steps_.emplace_back();
       s.pages.release_to_step(steps_.back());

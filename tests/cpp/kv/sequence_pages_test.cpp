@@ -170,8 +170,8 @@ TEST_F(SequencePagesTest, SequencesThatComputeTheSamePagesKeepTheirOwnAndTheFirs
   EXPECT_EQ(slots(third), slots(first));
 }
 
-TEST_F(SequencePagesTest, GoesOnBelowAnotherSequencesPagesAndEntersItsOwnWhenThoseAreGone) {
-  // Both compute [0, 4); the first's page is in the tree and the second's next page goes below it.
+TEST_F(SequencePagesTest, EntersItsOwnPagesWhenAnotherSequencesCopiesAreGone) {
+  // Both compute [0, 4); the first's page is in the tree.
   SequencePages first = sequence();
   SequencePages second = sequence();
   Tokens tokens = numbered(4);
@@ -191,6 +191,43 @@ TEST_F(SequencePagesTest, GoesOnBelowAnotherSequencesPagesAndEntersItsOwnWhenTho
   SequencePages third = sequence();
   EXPECT_EQ(third.attach_prefix(tokens), 8);
   EXPECT_EQ(slots(third), (std::vector{slots(second)[0], slots(second)[1]}));
+}
+
+TEST_F(SequencePagesTest, HoldsNoPageBelowOneThatNobodyHoldsAndEntersTheRestWhenItLetsGo) {
+  // A page below an unheld copy would make that one unevictable: a sequence that may fill the pool alone could not.
+  SequencePages first = sequence();
+  SequencePages second = sequence();
+  const Tokens tokens = numbered(32);
+  ASSERT_TRUE(first.grow(4));
+  ASSERT_TRUE(second.grow(12));
+  first.set_computed(4);
+  first.commit(tokens);
+  second.set_computed(12);
+  second.commit(tokens);
+  first.release();
+  EXPECT_EQ(tree_.num_pages(), 1);
+  EXPECT_EQ(tree_.num_evictable(), 1);
+  second.enter_all(tokens);
+  EXPECT_EQ(tree_.num_pages(), 3);
+  EXPECT_EQ(tree_.num_evictable(), 0);
+  second.release();
+  EXPECT_EQ(tree_.num_evictable(), 3);
+  SequencePages third = sequence();
+  EXPECT_EQ(third.attach_prefix(tokens), 12);
+}
+
+TEST_F(SequencePagesTest, GrowsToTheWholePoolWithADuplicateOfACachedPage) {
+  SequencePages first = sequence();
+  SequencePages second = sequence();
+  const Tokens tokens = numbered(32);
+  ASSERT_TRUE(first.grow(4));
+  ASSERT_TRUE(second.grow(12));
+  for (SequencePages* each : {&first, &second}) {
+    each->set_computed(each->capacity());
+    each->commit(tokens);
+  }
+  first.release();
+  EXPECT_TRUE(second.grow(32));
 }
 
 TEST_F(SequencePagesTest, PutsNothingComputedBeforeAClearBackIntoTheTree) {

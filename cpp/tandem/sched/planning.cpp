@@ -48,10 +48,10 @@ const StepPlan* Scheduler::plan() {
   return &plan;
 }
 
-bool Scheduler::can_decode(const Sequence& sequence) const {
+bool Scheduler::can_decode(const StepPlan& plan, const Sequence& sequence) const {
   // Each sampling row in flight brings at least one token: where those reach the limit, another row would be for
   // nothing.
-  return sequence.phase == Phase::Decode &&
+  return sequence.phase == Phase::Decode && sequence.last_step != plan.step_id() &&
          sequence.num_known() + sequence.num_samples_in_flight < sequence.max_length &&
          (!sequence.synchronous || sequence.num_rows_in_flight == 0);
 }
@@ -68,75 +68,72 @@ void Scheduler::mark_planned(const StepPlan& plan, Sequence& sequence, bool samp
   sequence.fresh = false;
 }
 
+// Rows in order, or, where the budget cannot hold all, from `next_turn_` on and around the end of the order; the next
+// plan goes on with the first that got none.
 std::int32_t Scheduler::plan_decode(StepPlan& plan, std::int32_t budget) {
   ready_.clear();
   for (Sequence* each : running_) {
-    if (can_decode(*each)) {
+    if (can_decode(plan, *each)) {
       ready_.push_back(each);
     }
   }
-  const bool speculating = static_cast<std::int64_t>(ready_.size()) <= config_.max_speculating_rows;
-  choose_turns(budget, speculating);
-  // In order, so that whoever is preempted for a page has not been planned yet.
-  const std::int32_t num_tokens_before = plan.num_tokens();
-  for (Sequence* each : ready_) {
-    if (each->phase != Phase::Decode) {
+  const auto num_ready = static_cast<std::int64_t>(ready_.size());
+  const bool speculating = num_ready <= config_.max_speculating_rows;
+  const bool take_turns = num_ready * (1 + config_.draft_len) > budget;
+  std::int64_t start = 0;
+  if (take_turns) {
+    const auto first = std::ranges::lower_bound(ready_, next_turn_, {}, [](const Sequence* each) { return each->key; });
+    start = first == ready_.end() ? 0 : first - ready_.begin();
+  }
+  const Sequence* next = nullptr;
+  std::int32_t used = 0;
+  for (std::int64_t i = 0; i < num_ready; ++i) {
+    Sequence& sequence = *ready_[static_cast<std::size_t>(start + i < num_ready ? start + i : start + i - num_ready)];
+    if (sequence.phase != Phase::Decode) {
       continue;  // preempted for one before it
     }
-    if (make_room(plan, *each)) {
-      add_decode_row(plan, *each, speculating);
-    } else {
-      short_of_pages_ = true;
-    }
-  }
-  return plan.num_tokens() - num_tokens_before;
-}
-
-// Leaves in `ready_` the rows that the budget holds. Where it cannot hold all, those from `next_turn_` on, around the
-// end of the order; the next plan goes on behind them.
-void Scheduler::choose_turns(std::int32_t budget, bool speculating) {
-  const auto num_ready = static_cast<std::int64_t>(ready_.size());
-  const std::int64_t most = num_ready * (1 + config_.draft_len);
-  if (most <= budget) {
-    return;
-  }
-  const auto first = std::ranges::lower_bound(ready_, next_turn_, {}, [](const Sequence* each) { return each->key; });
-  const std::int64_t start = first == ready_.end() ? 0 : first - ready_.begin();
-  std::int64_t count = 0;
-  std::int64_t used = 0;
-  for (; count < num_ready; ++count) {
-    used += 1 + num_drafts_of(*ready_[static_cast<std::size_t>((start + count) % num_ready)], speculating);
-    if (used > budget) {
+    const std::int32_t num_drafts = num_drafts_of(sequence, speculating);
+    if (used + 1 + num_drafts > budget) {
+      next = next == nullptr ? &sequence : next;
       break;
     }
+    switch (make_room(plan, sequence)) {
+      case Room::Made:
+        add_decode_row(plan, sequence, num_drafts);
+        used += 1 + num_drafts;
+        break;
+      case Room::Later:
+        next = next == nullptr ? &sequence : next;
+        short_of_pages_ = true;
+        break;
+      case Room::None:
+        short_of_pages_ = true;
+        break;
+    }
   }
-  if (count == num_ready) {
-    return;
+  if (take_turns && next != nullptr) {
+    next_turn_ = next->key;
   }
-  const std::int64_t stop = (start + count) % num_ready;
-  next_turn_ = ready_[static_cast<std::size_t>(stop)]->key;
-  if (start + count < num_ready) {
-    ready_.erase(ready_.begin() + stop, ready_.end());
-    ready_.erase(ready_.begin(), ready_.begin() + start);
-  } else {
-    ready_.erase(ready_.begin() + stop, ready_.begin() + start);
-  }
+  return used;
 }
 
-bool Scheduler::make_room(const StepPlan& plan, Sequence& sequence) {
+Scheduler::Room Scheduler::make_room(const StepPlan& plan, Sequence& sequence) {
   const std::int64_t num_tokens = std::min(sequence.planned_len + config_.decode_reach() + 1, sequence.max_length);
   while (!sequence.pages.grow(num_tokens)) {
     const std::int64_t num_missing = sequence.pages.pages_to_grow(num_tokens) - num_available();
     if (num_missing <= pool_.num_pending()) {
-      return false;
+      return Room::Later;
     }
     Sequence& last = *running_.back();
-    if (&last == &sequence || last.last_step == plan.step_id()) {
-      return false;
+    if (&last == &sequence) {
+      return Room::None;
+    }
+    if (last.last_step == plan.step_id()) {
+      return Room::Later;
     }
     preempt(last);
   }
-  return true;
+  return Room::Made;
 }
 
 void Scheduler::preempt(Sequence& sequence) {
@@ -148,8 +145,7 @@ void Scheduler::preempt(Sequence& sequence) {
   short_of_pages_ = true;
 }
 
-void Scheduler::add_decode_row(StepPlan& plan, Sequence& sequence, bool speculating) {
-  const std::int32_t num_drafts = num_drafts_of(sequence, speculating);
+void Scheduler::add_decode_row(StepPlan& plan, Sequence& sequence, std::int32_t num_drafts) {
   const std::int32_t query_len = 1 + num_drafts;
   plan.add_table_changes(sequence);
   plan.add_row(sequence, RowKind::Decode, std::min(sequence.planned_len, sequence.max_length), query_len,

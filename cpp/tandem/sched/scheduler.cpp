@@ -105,6 +105,7 @@ void Scheduler::vacate(Sequence& sequence) {
   TANDEM_CHECK(at != running_.end() && *at == &sequence, "a sequence with a seat is not among the running ones");
   running_.erase(at);
   num_context_ -= sequence.phase == Phase::Context ? 1 : 0;
+  sequence.pages.enter_all(sequence.tokens);
   if (is_in_flight(sequence.last_step)) {
     Remains& remains = step(sequence.last_step).remains_;
     sequence.pages.release_to_step(remains.pages);

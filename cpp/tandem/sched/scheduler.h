@@ -118,15 +118,16 @@ class Scheduler {
   std::int32_t plan_decode(StepPlan& plan, std::int32_t budget);
   std::int32_t plan_prefill(StepPlan& plan, std::int32_t budget, bool only_oldest);
   std::int32_t add_context_row(StepPlan& plan, Sequence& sequence, std::int32_t budget);
-  void add_decode_row(StepPlan& plan, Sequence& sequence, bool speculating);
+  void add_decode_row(StepPlan& plan, Sequence& sequence, std::int32_t num_drafts);
   void mark_planned(const StepPlan& plan, Sequence& sequence, bool samples);
-  void choose_turns(std::int32_t budget, bool speculating);
   [[nodiscard]] std::int32_t num_drafts_of(const Sequence& sequence, bool speculating) const {
     return speculating && sequence.speculate && sequence.has_drafts ? config_.draft_len : 0;
   }
-  [[nodiscard]] bool can_decode(const Sequence& sequence) const;
+  [[nodiscard]] bool can_decode(const StepPlan& plan, const Sequence& sequence) const;
   [[nodiscard]] bool can_prefill(const StepPlan& plan, const Sequence& sequence) const;
-  bool make_room(const StepPlan& plan, Sequence& sequence);
+  // Pages for the row: made; later, when steps complete or as the first of the next plan; none, before others end.
+  enum class Room : std::uint8_t { Made, Later, None };
+  Room make_room(const StepPlan& plan, Sequence& sequence);
   void preempt(Sequence& sequence);
   Sequence* admit(const StepPlan& plan);
 

@@ -195,6 +195,9 @@ void bind_sequence(nb::module_& m) {
       .def(
           "commit", [](SequencePages& s, const std::vector<TokenId>& tokens) { s.commit(tokens); }, "tokens"_a,
           "Offers every full page below `computed` to the tree. Raises InvalidArgument for too few tokens.")
+      .def(
+          "enter_all", [](SequencePages& s, const std::vector<TokenId>& tokens) { s.enter_all(tokens); }, "tokens"_a,
+          "Enters committed pages that wait behind the tree's copies. To be called right before a release.")
       .def("release", &SequencePages::release, "Drops every page.")
       .def(
           "release_to_step",

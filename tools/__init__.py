@@ -1,0 +1,1 @@
+"""Tools that build or check the product; none of them is part of the wheel."""

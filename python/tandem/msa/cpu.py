@@ -11,9 +11,8 @@ class CpuBackend(AttentionBackend):
     """C++ kernels over a pool in host memory; results do not depend on batch, chunking or the number of threads."""
 
     def write(self, layer: int, k: Tensor, v: Tensor, index_k: Tensor | None, tokens: AttendedTokens) -> None:  # noqa: D102
-        seat, index, table = tokens.token_seat, tokens.write_index, self.state.block_table
-        for view, rows in self.parts(layer, k, v, index_k):
-            cpu.write_kv(self.pool, view, rows, seat, index, table)
+        parts = self.parts(layer, k, v, index_k)
+        cpu.write_kv(self.pool, parts, tokens.token_seat, tokens.write_index, self.state.block_table)
 
     def select(self, layer: int, index_q: Tensor, tokens: AttendedTokens) -> Tensor:  # noqa: D102
         cached = self.layer(layer)

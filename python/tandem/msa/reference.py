@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.core import layout as core_layout
 from tandem.msa.backend import AttendedTokens, AttentionBackend
+from tandem.msa.geometry import SparseGeometry
 from tandem.msa.tiles import tile_tensor
 
 _QUERY_CHUNK = 64
@@ -28,10 +29,21 @@ class ReferenceBackend(AttentionBackend):
             keys = self._gather(cached.index_keys, seat, int(kv_len.max()))[:, 0]
             scores = torch.einsum("thd,nd->thn", index_q[members].float(), keys)
             scores = scores.masked_fill(_unseen(kv_len, keys.shape[0])[:, None], -torch.inf)
-            num_valid = (kv_len + sparse.block_size - 1) // sparse.block_size
-            block_scores = block_max(scores, sparse.block_size)
-            chosen[members] = choose_blocks(block_scores, num_valid, sparse.topk, sparse.num_local)
+            chosen[members] = self.choose(scores, kv_len, sparse)
         return chosen
+
+    def choose(self, scores: Tensor, kv_len: Tensor, sparse: SparseGeometry) -> Tensor:
+        """The blocks that follow from the scores of single keys.
+
+        Args:
+            scores: [T, index heads, keys], -inf where a key is not visible.
+            kv_len: int64 [T], at least 1.
+            sparse: how to choose.
+
+        Returns: int32 [T, index heads, topk], ids ascending, then -1.
+        """
+        num_valid = (kv_len + sparse.block_size - 1) // sparse.block_size
+        return choose_blocks(block_max(scores, sparse.block_size), num_valid, sparse.topk, sparse.num_local)
 
     def attend(self, layer: int, q: Tensor, blocks: Tensor | None, tokens: AttendedTokens) -> Tensor:  # noqa: D102
         cached = self.layer(layer)

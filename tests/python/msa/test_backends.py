@@ -208,9 +208,11 @@ def test_a_hit_of_the_whole_prompt_attends_its_own_cached_entry_and_leaves_the_p
 def test_a_draft_layer_never_attends_its_entry_at_index_0(name: str, seed: int) -> None:
     world = World(Shape(first_index_attended=1, poison=NAN), seed)
     world.remember(0, 9)
-    view = world.layout.view(DENSE, world.layout.tiles[0].role)
-    start = view.offset(int(world.state.block_table[0, 0]), 0, 0, 0)
-    world.pool[start : start + view.row_bytes] = 255  # NaN
+    for role in (core_layout.Role.K, core_layout.Role.V):
+        view = world.layout.view(DENSE, role)
+        for head in range(view.heads):
+            start = view.offset(int(world.state.block_table[0, 0]), head, 0, 0)
+            world.pool[start : start + view.row_bytes] = 255  # NaN
     step = Step.random(world, plan(decode(0, 9, 3), context(1, 0, [1, 2, 3], fresh=True)))
     result = run(world.backend(name), step)
     check(world, step, result)

@@ -1,5 +1,6 @@
 """The derivation of a step's metadata, against a model that counts one token at a time."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -95,6 +96,40 @@ def test_a_sequence_of_plans_leaves_nothing_of_the_earlier_ones_behind() -> None
         clean = StepMetadata(LIMITS)
         derive(plan(*rows), state, clean)
         assert snapshot(reused) == snapshot(clean), f"step {step}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seat": 4},
+        {"num_drafts": 1},
+        {"write_from": 9},
+        {"max_length": 10},
+        {"samples": False},
+        {"fresh": True},
+        {"first_index": 8},
+    ],
+)
+def test_a_decode_batch_that_differs_in_one_respect_is_staged_anew(change: dict[str, int]) -> None:
+    state, meta = seats(s0=9, s1=7, s4=11), StepMetadata(LIMITS)
+    derive(plan(decode(0, 9), decode(1, 7)), state, meta)
+    other = plan(replace(decode(0, 9), **change), decode(1, 7))
+    derive(other, state, meta)
+    clean = StepMetadata(LIMITS)
+    derive(other, state, clean)
+    assert snapshot(meta) == snapshot(clean)
+
+
+def test_a_plan_that_cannot_be_staged_leaves_the_next_one_right() -> None:
+    state, meta = seats(s0=9), StepMetadata(LIMITS)
+    good = plan(decode(0, 9, 3))
+    derive(good, state, meta)
+    want = snapshot(meta)
+    broken = replace(plan(context(1, 0, [1, 2, 3, 4, 5])), token_offsets=np.array([100, 105], dtype=np.int32))
+    with pytest.raises(IndexError):
+        derive(broken, state, meta)
+    derive(good, state, meta)
+    assert snapshot(meta) == want
 
 
 def test_deriving_twice_gives_the_same_metadata() -> None:

@@ -9,7 +9,7 @@ from tandem import demo
 
 def main() -> int:
     """Prints the question and the known answer, then runs `tandem generate` on it; its exit code is ours."""
-    problem = next(problem for problem in demo.held_out_word_problems() if not problem.seen)
+    problem = next(problem for problem in demo.held_out_word_problems() if not problem.drawn)
     print(f"question: {problem.question}\nknown answer: {problem.answer}\n", flush=True)
     program = str(Path(sys.executable).parent / "tandem")
     command = [program, "generate", "--model", "demo", "--chat", "--prompt", problem.question, "--max-tokens", "512"]

@@ -114,10 +114,14 @@ def read_questions(path: Path) -> list[Question]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        InvalidQuestionError: a line is not such an object, or the file holds no question.
+        InvalidQuestionError: a line is not such an object, or the file is no text or holds no question.
     """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise InvalidQuestionError(f"{path} is not UTF-8 text: {error}") from error
     questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:

@@ -107,7 +107,7 @@ struct RopeTables {
 
 struct NormRope {
   std::vector<NormRopePart> parts;
-  std::vector<std::unique_ptr<float[]>> weights;
+  std::unique_ptr<float[]> weights;  // of all parts, which point into it
   std::shared_ptr<const RopeTables> rope;
   float eps;
   bool one_plus;
@@ -163,17 +163,18 @@ void bind_rows(nb::module_& m) {
           "__init__",
           [](NormRope* self, const std::vector<PartTuple>& parts, std::shared_ptr<RopeTables> rope, float eps,
              bool one_plus) {
-            NormRope plan{{}, {}, std::move(rope), eps, one_plus};
+            std::int64_t floats = 0;
             for (const auto& [offset, heads, dim, rotary_dim, weight] : parts) {
-              const float* gain = nullptr;
-              if (weight) {
-                weight->require("weight", 1).require_size("weight", 0, dim);
-                const float* from = weight->floats("weight");
-                plan.weights.push_back(std::make_unique<float[]>(static_cast<std::size_t>(dim)));
-                std::copy_n(from, dim, plan.weights.back().get());
-                gain = plan.weights.back().get();
-              }
-              plan.parts.push_back({offset, heads, dim, rotary_dim, gain});
+              if (!weight) continue;
+              weight->require("weight", 1).require_size("weight", 0, dim);
+              floats += dim;
+            }
+            NormRope plan{
+                {}, std::make_unique<float[]>(static_cast<std::size_t>(floats)), std::move(rope), eps, one_plus};
+            float* next = plan.weights.get();
+            for (const auto& [offset, heads, dim, rotary_dim, weight] : parts) {
+              plan.parts.push_back({offset, heads, dim, rotary_dim, weight ? next : nullptr});
+              if (weight) next = std::copy_n(weight->floats("weight"), dim, next);
             }
             new (self) NormRope(std::move(plan));
           },

@@ -19,7 +19,7 @@ class CpuBackend(AttentionBackend):
         sparse = cached.sparse
         out = torch.empty((index_q.shape[0], index_q.shape[1], sparse.topk), dtype=torch.int32)
         cpu.select_blocks(
-            index_q,
+            index_q.contiguous(),
             self.pool,
             cached.index_keys,
             self.state.block_table,
@@ -35,7 +35,7 @@ class CpuBackend(AttentionBackend):
         cached = self.layer(layer)
         out = torch.empty(q.shape, dtype=q.dtype)
         cpu.attend(
-            q,
+            q.contiguous(),
             self.pool,
             cached.k,
             cached.v,

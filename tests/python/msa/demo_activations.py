@@ -151,11 +151,16 @@ class LayerReplay:
     layer: int
     blocks: Tensor | None
     margins: Tensor | None
-    out_given_blocks: Tensor
+    out_given_blocks: Tensor | None
 
 
-def replay(backend: str | type[AttentionBackend], recording: Recording, chunks: list[int]) -> Iterator[LayerReplay]:
-    """Feeds the recording in chunks of the given sizes, and what is left of the text in verify rows of four."""
+def replay(
+    backend: str | type[AttentionBackend], recording: Recording, chunks: list[int], *, attend: bool = True
+) -> Iterator[LayerReplay]:
+    """Feeds the recording in chunks of the given sizes, and what is left of the text in verify rows of four.
+
+    Without `attend` only selections are made, in the sparse layers.
+    """
     cache = Cache(recording.config)
     build = BACKENDS[backend] if isinstance(backend, str) else backend
     attention = cache.backend(build, attention_geometry(recording.config))
@@ -168,6 +173,8 @@ def replay(backend: str | type[AttentionBackend], recording: Recording, chunks: 
     rows += [(slice(first, first + 4), decode(0, first, 3)) for first in range(start, NUM_TOKENS, 4)]
     meta = StepMetadata(cache.limits)
     for number, layer in enumerate(recording.layers):
+        if not attend and layer.index_q is None:
+            continue
         blocks, outs, gaps = [], [], []
         for part, row in rows:
             row.max_length = NUM_TOKENS
@@ -179,8 +186,7 @@ def replay(backend: str | type[AttentionBackend], recording: Recording, chunks: 
                 blocks.append(attention.select(number, layer.index_q[part], meta))
                 if margins is not None:
                     gaps.append(margins.of_step(number, layer.index_q[part], meta))
-            chosen = None if layer.blocks is None else layer.blocks[part]
-            outs.append(attention.attend(number, layer.q[part], chosen, meta))
-        yield LayerReplay(
-            number, torch.cat(blocks) if blocks else None, torch.cat(gaps) if gaps else None, torch.cat(outs)
-        )
+            if attend:
+                chosen = None if layer.blocks is None else layer.blocks[part]
+                outs.append(attention.attend(number, layer.q[part], chosen, meta))
+        yield LayerReplay(number, *(torch.cat(each) if each else None for each in (blocks, gaps, outs)))

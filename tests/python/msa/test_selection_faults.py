@@ -5,7 +5,7 @@ import torch
 
 from tandem.msa import AttentionBackend, ReferenceBackend
 
-from .demo_activations import NUM_TOKENS, Recording, record_demo_model, replay
+from .demo_activations import Recording, record_demo_model, replay
 from .faults import Margins, differing_sets, faults
 from .plans import context, plan
 from .steps import Step, run
@@ -48,19 +48,21 @@ def test_backends_choose_the_same_blocks_and_give_the_same_outputs_on_the_demo_m
             differing, here = differing_sets(cpu.blocks, reference.blocks, reference.margins, NEAR_TIE)
             assert differing == 0, f"layer {reference.layer}"
             compared += here
+        assert cpu.out_given_blocks is not None
         torch.testing.assert_close(cpu.out_given_blocks, reference.out_given_blocks, rtol=1e-4, atol=1e-4)
     print(f"{compared} block sets compared")
     assert compared >= 0.95 * recording.num_sets
 
 
 def test_every_wrong_selection_is_noticed_on_the_demo_models_activations(recording: Recording) -> None:
-    right = list(replay("reference", recording, [NUM_TOKENS]))
+    right = list(replay("reference", recording, [600, 596], attend=False))
     for fault in faults(recording.block_size):
         differing = 0
-        for want, got in zip(right, replay(fault, recording, [NUM_TOKENS]), strict=True):
-            if want.blocks is not None:
-                assert want.margins is not None
-                assert got.blocks is not None
-                differing += differing_sets(got.blocks, want.blocks, want.margins, NEAR_TIE)[0]
+        for want, got in zip(right, replay(fault, recording, [600, 596], attend=False), strict=True):
+            assert want.blocks is not None
+            assert want.margins is not None
+            assert got.blocks is not None
+            differing += differing_sets(got.blocks, want.blocks, want.margins, NEAR_TIE)[0]
         print(f"{fault.__name__}: {differing} of {recording.num_sets} sets differ")
-        assert differing > 0.01 * recording.num_sets, fault.__name__
+        # Keys one token late shift a block's maximum only at its edges; even that shows in over a hundred sets.
+        assert differing > 50, fault.__name__

@@ -64,11 +64,12 @@ def chunks(first: int, size: int) -> list[Row]:
 def test_every_hit_length_and_chunk_size_gives_what_one_prefill_gives(name: str, page: int, seed: int) -> None:
     prompt = Prompt(name, Shape(page=page, topk=2), seed)
     whole = prompt.feed(chunks(0, LENGTH))
-    sizes = range(1, LENGTH + 1) if page == 4 else (1, 5, 16)
-    for size in sizes:
+    # The kernels cut the work differently for every size; the reference does not.
+    thorough = name == "cpu" and page == 4
+    for size in range(1, LENGTH + 1) if thorough else (1, 5, 16):
         prompt.same(prompt.feed(chunks(0, size)), whole, 0, f"chunks of {size}")
     for hit in range(1, LENGTH):
-        for size in (1, 3, page, LENGTH) if page == 4 else (3, LENGTH):
+        for size in (1, 3, page, LENGTH) if thorough else (5, LENGTH):
             prompt.same(prompt.feed(chunks(hit, size), cached=hit), whole, hit, f"hit of {hit}, chunks of {size}")
 
 

@@ -43,7 +43,7 @@ def bootstrap_share(clusters: Sequence[Sequence[bool]], *, resamples: int = 2000
 
     Whole clusters are drawn with replacement, so that questions about one document count as one piece of evidence.
     Where every outcome is the same, resampling cannot show any spread; the interval is then Wilson's, with the
-    clusters as the trials.
+    clusters as the trials. A single cluster of mixed outcomes says nothing about other clusters: [0, 1].
 
     Raises:
         ValueError: a cluster is empty, or there are none.
@@ -54,6 +54,8 @@ def bootstrap_share(clusters: Sequence[Sequence[bool]], *, resamples: int = 2000
     right, total = sum(c[0] for c in counts), sum(c[1] for c in counts)
     if right in (0, total):
         return wilson(len(counts) if right else 0, len(counts))
+    if len(counts) == 1:
+        return Interval(0.0, 1.0)
     rng = random.Random(seed)
     shares = []
     for _ in range(resamples):

@@ -71,6 +71,10 @@ def test_equal_outcomes_give_the_interval_of_as_many_clusters_and_not_a_point(ou
     assert interval.high == pytest.approx(high, abs=1e-4)
 
 
+def test_one_cluster_of_mixed_outcomes_says_nothing_about_others():
+    assert bootstrap_share([[True, True, False]]) == Interval(0.0, 1.0)
+
+
 @pytest.mark.parametrize("clusters", [[], [[True], []]])
 def test_the_bootstrap_refuses_empty_clusters(clusters):
     with pytest.raises(ValueError, match="at least one cluster"):

@@ -17,7 +17,7 @@ from tandem.models.layers.mlp import GatedMlp, SwigluOai
 from tandem.models.layers.moe import Moe, MoeWeights, Routing
 from tandem.models.layers.norms import RmsNorm
 from tandem.models.layers.ops import Ops
-from tandem.models.layers.rotary import Rotary, Rotation
+from tandem.models.layers.rotary import Rotary
 from tandem.models.minimax_m3_weights import open_weights
 from tandem.msa import AttentionBackend, LayerGeometry, SparseGeometry, StepMetadata
 
@@ -60,12 +60,12 @@ class MiniMaxM3:
     def __init__(self, config: MiniMaxM3Config, weights: Weights, dtype: torch.dtype, ops: Ops) -> None:
         self.config = config
         self.dtype = dtype
+        rotary = Rotary(config.rotary_dim, config.rope_theta, config.max_position_embeddings)
         self._embedding = weights.read("model.embed_tokens.weight", dtype)
-        self._layers = [_Layer(config, layer, weights, dtype, ops) for layer in range(config.num_hidden_layers)]
+        self._layers = [_Layer(config, layer, weights, dtype, ops, rotary) for layer in range(config.num_hidden_layers)]
         final_norm = _norm("model.norm.weight", config, weights, ops)
         self._input_norms = [*(layer.input_norm for layer in self._layers), final_norm]
         self._lm_head = ops.linear(weights.read("lm_head.weight", dtype))
-        self._rotary = Rotary(config.rotary_dim, config.rope_theta)
 
     def forward(
         self, token_ids: Tensor, meta: StepMetadata, attention: AttentionBackend, capture: Sequence[int] = ()
@@ -77,12 +77,11 @@ class MiniMaxM3:
         each L in `capture` (ascending, 0 to the number of layers), the residual stream after L layers, before any
         norm, [T, H].
         """
-        rotation = self._rotary.at(meta.position)
         h = torch.nn.functional.embedding(token_ids, self._embedding)
         captured = [h.clone()] if 0 in capture else []
         a = self._input_norms[0](h)
         for layers_run, layer in enumerate(self._layers, start=1):
-            b = layer.post_norm.add(layer.attend(a, rotation, meta, attention), h)
+            b = layer.post_norm.add(layer.attend(a, meta, attention), h)
             a = self._input_norms[layers_run].add(layer.feed_forward(b), h)
             if layers_run in capture:
                 captured.append(h.clone())
@@ -100,7 +99,9 @@ class MiniMaxM3:
 class _Layer:
     """One decoder layer. Its two norms add the branch before them to the stream, hence belong to the model's loop."""
 
-    def __init__(self, config: MiniMaxM3Config, index: int, weights: Weights, dtype: torch.dtype, ops: Ops) -> None:
+    def __init__(
+        self, config: MiniMaxM3Config, index: int, weights: Weights, dtype: torch.dtype, ops: Ops, rotary: Rotary
+    ) -> None:
         prefix = f"model.layers.{index}."
         self._index = index
         self._sparse = config.sparse_layers[index]
@@ -109,7 +110,8 @@ class _Layer:
 
         parts = ("q", "k", "v", "index_q", "index_k") if self._sparse else ("q", "k", "v")
         fused = weights.read_rows([f"{prefix}self_attn.{part}_proj.weight" for part in parts], dtype)
-        self._project = ops.attention_projection(fused, _geometry(config, f"{prefix}self_attn.", self._sparse, weights))
+        geometry = _geometry(config, f"{prefix}self_attn.", self._sparse, weights)
+        self._project = ops.attention_projection(fused, geometry, rotary)
         self._output = ops.linear(weights.read(f"{prefix}self_attn.o_proj.weight", dtype))
 
         self.feed_forward: GatedMlp | Moe
@@ -122,9 +124,9 @@ class _Layer:
             gate_up, down = _mlp_weights(f"{prefix}mlp.", weights, dtype)
             self.feed_forward = ops.gated_mlp(gate_up, down, activation)
 
-    def attend(self, a: Tensor, rotation: Rotation, meta: StepMetadata, attention: AttentionBackend) -> Tensor:
+    def attend(self, a: Tensor, meta: StepMetadata, attention: AttentionBackend) -> Tensor:
         """Return Wo Attn(a) [T, H] for the normed stream `a` [T, H]."""
-        q, k, v, index_q, index_k = self._project(a, rotation)
+        q, k, v, index_q, index_k = self._project(a, meta.position)
         attention.write(self._index, k, v, index_k, meta)
         blocks = None if index_q is None else attention.select(self._index, index_q, meta)
         return self._output(attention.attend(self._index, q, blocks, meta).flatten(1))

@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.models import MiniMaxM3, MiniMaxM3Config, ReferenceOps, load_model
+from tandem.models import CpuOps, MiniMaxM3, MiniMaxM3Config, ReferenceOps, load_model
 from tandem.models.layers.ops import Ops
-from tandem.msa import AttentionBackend, ReferenceBackend
+from tandem.msa import AttentionBackend, CpuBackend, ReferenceBackend
 
 from .runner import Runner
 from .support import Shape, random_weights, text_config, transformers_model, wrapped_config, write_checkpoint
 
 NUM_STEPS = 200
-IMPLEMENTATIONS: dict[str, tuple[type[Ops], type[AttentionBackend]]] = {"reference": (ReferenceOps, ReferenceBackend)}
+IMPLEMENTATIONS: dict[str, tuple[type[Ops], type[AttentionBackend]]] = {
+    "reference": (ReferenceOps, ReferenceBackend),
+    "cpu": (CpuOps, CpuBackend),
+}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from tandem.core import cpu
+
 
 class Linear(ABC):
     """Product with a fixed weight [N, K]."""
@@ -24,3 +26,17 @@ class ReferenceLinear(Linear):
         """See `Linear`."""
         weight = self._weight if self._weight.dtype == x.dtype else self._weight.to(x.dtype)
         return torch.nn.functional.linear(x, weight)
+
+
+class CpuLinear(Linear):
+    """Linear on the CPU kernels, from a packed copy of the weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed = cpu.PackedLinear(weight)
+        self._num_outputs = weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        out = x.new_empty((x.shape[0], self._num_outputs))
+        cpu.linear(self._packed, x, out)
+        return out

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.core import cpu
+
 
 @dataclass(frozen=True)
 class SwigluOai:
@@ -53,3 +55,21 @@ class ReferenceGatedMlp(GatedMlp):
         """See `GatedMlp`."""
         gate, up = torch.nn.functional.linear(x, self._gate_up).float().chunk(2, dim=-1)
         return torch.nn.functional.linear(self._activation(gate, up).to(x.dtype), self._down)
+
+
+class CpuGatedMlp(GatedMlp):
+    """GatedMlp on the CPU kernels, from a packed copy of the weights; fp32 from input to output, rounded once."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
+        self._packed = cpu.PackedExperts([], [], (gate_up, down))
+        self._activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `GatedMlp`."""
+        out = torch.empty_like(x)
+        activation = self._activation
+        if isinstance(activation, SwigluOai):
+            cpu.moe(self._packed, x, None, None, activation.limit, activation.alpha, out)
+        else:
+            cpu.moe_silu(self._packed, x, None, None, out)
+        return out

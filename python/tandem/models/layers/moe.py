@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.core import cpu
 from tandem.models.layers.mlp import ReferenceGatedMlp, SwigluOai
 
 
@@ -76,3 +77,25 @@ class ReferenceMoe(Moe):
             if len(tokens):
                 out.index_add_(0, tokens, expert(x[tokens]).float() * weights[tokens, place].unsqueeze(1))
         return out.to(x.dtype)
+
+
+class CpuMoe(Moe):
+    """Moe on the CPU kernels, from packed copies of the experts; fp32 from input to output, rounded once."""
+
+    def __init__(self, weights: MoeWeights, routing: Routing, activation: SwigluOai) -> None:
+        self._gate = weights.gate
+        self._bias = weights.bias
+        self._routing = routing
+        self._activation = activation
+        shared = (weights.shared_gate_up, weights.shared_down)
+        self._packed = cpu.PackedExperts(list(weights.gate_up), list(weights.down), shared)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Moe`."""
+        num_selected = self._routing.num_selected
+        experts = torch.empty((x.shape[0], num_selected), dtype=torch.int32)
+        shares = torch.empty((x.shape[0], num_selected))
+        cpu.route(x, self._gate, self._bias, num_selected, self._routing.scale, experts, shares)
+        out = torch.empty_like(x)
+        cpu.moe(self._packed, x, experts, shares, self._activation.limit, self._activation.alpha, out)
+        return out

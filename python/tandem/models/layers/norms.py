@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from tandem.core import cpu
+
 
 def rms_normalise(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
     """Return x * rsqrt(mean(x^2) + eps) * (weight, or 1 + weight) over the last axis, in fp32 without rounding.
@@ -44,3 +46,24 @@ class ReferenceRmsNorm(RmsNorm):
         """See `RmsNorm.add`."""
         residual.add_(update)
         return self(residual)
+
+
+class CpuRmsNorm(RmsNorm):
+    """RmsNorm on the CPU kernels."""
+
+    def __init__(self, weight: Tensor, eps: float, one_plus: bool) -> None:
+        self._weight = weight
+        self._eps = eps
+        self._one_plus = one_plus
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `RmsNorm`."""
+        out = torch.empty_like(x)
+        cpu.rms_norm(x, self._weight, self._eps, self._one_plus, out)
+        return out
+
+    def add(self, update: Tensor, residual: Tensor) -> Tensor:
+        """See `RmsNorm.add`."""
+        out = torch.empty_like(residual)
+        cpu.add_rms_norm(update, residual, self._weight, self._eps, self._one_plus, out)
+        return out

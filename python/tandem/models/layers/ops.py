@@ -4,11 +4,19 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from tandem.models.layers.attention import AttentionProjection, ProjectionGeometry, ReferenceAttentionProjection
-from tandem.models.layers.linear import Linear, ReferenceLinear
-from tandem.models.layers.mlp import Activation, GatedMlp, ReferenceGatedMlp, SwigluOai
-from tandem.models.layers.moe import Moe, MoeWeights, ReferenceMoe, Routing
-from tandem.models.layers.norms import ReferenceRmsNorm, RmsNorm
+from tandem.core import cpu
+from tandem.models.layers.attention import (
+    AttentionProjection,
+    CpuAttentionProjection,
+    ProjectionBuffers,
+    ProjectionGeometry,
+    ReferenceAttentionProjection,
+)
+from tandem.models.layers.linear import CpuLinear, Linear, ReferenceLinear
+from tandem.models.layers.mlp import Activation, CpuGatedMlp, GatedMlp, ReferenceGatedMlp, SwigluOai
+from tandem.models.layers.moe import CpuMoe, Moe, MoeWeights, ReferenceMoe, Routing
+from tandem.models.layers.norms import CpuRmsNorm, ReferenceRmsNorm, RmsNorm
+from tandem.models.layers.rotary import Rotary
 
 
 class Ops(ABC):
@@ -23,8 +31,8 @@ class Ops(ABC):
         """Return the norm with `weight` [N] fp32."""
 
     @abstractmethod
-    def attention_projection(self, weight: Tensor, geometry: ProjectionGeometry) -> AttentionProjection:
-        """Return the projection with the fused `weight` [sum of widths, H]."""
+    def attention_projection(self, weight: Tensor, geometry: ProjectionGeometry, rotary: Rotary) -> AttentionProjection:
+        """Return the projection with the fused `weight` [sum of widths, H], rotating by `rotary`."""
 
     @abstractmethod
     def gated_mlp(self, gate_up: Tensor, down: Tensor, activation: Activation) -> GatedMlp:
@@ -46,9 +54,9 @@ class ReferenceOps(Ops):
         """See `Ops.rms_norm`."""
         return ReferenceRmsNorm(weight, eps, one_plus)
 
-    def attention_projection(self, weight: Tensor, geometry: ProjectionGeometry) -> AttentionProjection:
+    def attention_projection(self, weight: Tensor, geometry: ProjectionGeometry, rotary: Rotary) -> AttentionProjection:
         """See `Ops.attention_projection`."""
-        return ReferenceAttentionProjection(weight, geometry)
+        return ReferenceAttentionProjection(weight, geometry, rotary)
 
     def gated_mlp(self, gate_up: Tensor, down: Tensor, activation: Activation) -> GatedMlp:
         """See `Ops.gated_mlp`."""
@@ -57,3 +65,35 @@ class ReferenceOps(Ops):
     def moe(self, weights: MoeWeights, routing: Routing, activation: SwigluOai) -> Moe:
         """See `Ops.moe`."""
         return ReferenceMoe(weights, routing, activation)
+
+
+class CpuOps(Ops):
+    """The CPU kernels: weights packed once; results do not depend on what else is in a step, nor on threads."""
+
+    def __init__(self) -> None:
+        self._rope_tables: dict[Rotary, cpu.RopeTable] = {}
+        self._projection_buffers: dict[tuple[int, ...], ProjectionBuffers] = {}
+
+    def linear(self, weight: Tensor) -> Linear:
+        """See `Ops.linear`."""
+        return CpuLinear(weight)
+
+    def rms_norm(self, weight: Tensor, eps: float, one_plus: bool) -> RmsNorm:
+        """See `Ops.rms_norm`."""
+        return CpuRmsNorm(weight, eps, one_plus)
+
+    def attention_projection(self, weight: Tensor, geometry: ProjectionGeometry, rotary: Rotary) -> AttentionProjection:
+        """See `Ops.attention_projection`."""
+        if rotary not in self._rope_tables:
+            self._rope_tables[rotary] = cpu.RopeTable(rotary.cos, rotary.sin)
+        shape = (geometry.head_dim, *geometry.widths)
+        buffers = self._projection_buffers.setdefault(shape, ProjectionBuffers(geometry))
+        return CpuAttentionProjection(weight, geometry, rotary.rotary_dim, self._rope_tables[rotary], buffers)
+
+    def gated_mlp(self, gate_up: Tensor, down: Tensor, activation: Activation) -> GatedMlp:
+        """See `Ops.gated_mlp`."""
+        return CpuGatedMlp(gate_up, down, activation)
+
+    def moe(self, weights: MoeWeights, routing: Routing, activation: SwigluOai) -> Moe:
+        """See `Ops.moe`."""
+        return CpuMoe(weights, routing, activation)

@@ -21,7 +21,7 @@ from tandem.engine.memory import available_memory
 from tandem.engine.poison import PoolPoison
 from tandem.engine.runner import ModelRunner
 from tandem.engine.tokenizer import Tokenizer, read_json
-from tandem.models import MiniMaxM3, MiniMaxM3Config, ReferenceOps, attention_geometry, load_model, tile_specs
+from tandem.models import CpuOps, MiniMaxM3, MiniMaxM3Config, ReferenceOps, attention_geometry, load_model, tile_specs
 from tandem.msa import AttentionBackend, CpuBackend, Limits, ReferenceBackend, SeatState
 
 _log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def _resolve(options: EngineOptions, config: MiniMaxM3Config, cache_layout: layo
 
 
 def _load(options: EngineOptions, dtype: torch.dtype) -> MiniMaxM3:
-    return load_model(options.model_path, dtype, ReferenceOps())
+    return load_model(options.model_path, dtype, CpuOps() if options.backend == "cpu" else ReferenceOps())
 
 
 def _scheduler_config(limits: Limits, enable_prefix_cache: bool) -> sched.SchedulerConfig:

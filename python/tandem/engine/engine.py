@@ -95,7 +95,7 @@ class Engine:
         self._runner = runner
         self._end_ids = frozenset(end_ids)
         self._tokenizer = tokenizer
-        self._max_model_len = scheduler.config.max_model_len
+        self._max_tokens = scheduler.config.max_sequence_tokens
         self._steps_ahead = 1 if scheduler.config.overlap else 0
         self._request_ids = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
@@ -135,7 +135,7 @@ class Engine:
         """
         ids = [int(i) for i in prompt_ids]
         self.check(ids, params)
-        room = self._max_model_len - len(ids)
+        room = self._max_tokens - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         own_ends = frozenset() if params.ignore_eos else self._end_ids
         request = Request(
@@ -157,10 +157,12 @@ class Engine:
         """Raise what `submit` would raise, without submitting."""
         if not prompt_ids:
             raise InvalidPromptError("the prompt is empty; at least one token is needed")
-        if len(prompt_ids) >= self._max_model_len:
+        if len(prompt_ids) >= self._max_tokens:
+            config = self._scheduler.config
             raise InvalidPromptError(
-                f"the prompt has {len(prompt_ids)} tokens; with max_model_len={self._max_model_len} at most "
-                f"{self._max_model_len - 1} are allowed, so that one can be generated"
+                f"the prompt has {len(prompt_ids)} tokens; allowed are at most {self._max_tokens - 1}, so that one can "
+                f"be generated (max_model_len is {config.max_model_len}, the pool holds "
+                f"{config.num_slots * config.tokens_per_page} tokens)"
             )
         check_token_ids("the prompt", prompt_ids, self._runner.vocab_size)
         params.check_vocabulary(self._runner.vocab_size)

@@ -45,8 +45,8 @@ class PoolTooSmallError(ValueError):
         self.max_model_len = max_model_len
 
 
-class UnsupportedTokenizerError(ValueError):
-    """The tokenizer is of a kind whose token bytes cannot be told exactly."""
+class TokenizerError(ValueError):
+    """The tokenizer's files are missing or malformed, or of a kind whose token bytes cannot be told exactly."""
 
 
 class InvalidChatError(ValueError):

@@ -53,7 +53,7 @@ class LLM:
     Raises:
         CheckpointError: the model folder is at fault: a file is missing or truncated, a tensor is missing or misshaped,
             or the architecture is another one.
-        FileNotFoundError: there is no tokenizer.
+        TokenizerError: the tokenizer is missing or malformed.
         InvalidParameterError: an argument is out of range.
         PoolTooSmallError: the pool cannot hold one sequence of ``max_model_len`` tokens.
     """

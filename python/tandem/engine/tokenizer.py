@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.engine.detokenize import TextDecoder
-from tandem.engine.errors import UnsupportedTokenizerError
+from tandem.engine.errors import TokenizerError
 
 END_OF_TURN = "[e~["
 THINK_OPEN = "<mm:think>"
@@ -36,15 +36,20 @@ class Tokenizer:
         eos_token: the string of the token that ends a turn, if the checkpoint's configuration names one.
 
     Raises:
-        UnsupportedTokenizerError: the decoder is not byte-level, so token bytes cannot be told one by one.
+        TokenizerError: the description is malformed, or its decoder is not byte-level, so that token bytes cannot be
+            told one by one.
     """
 
     def __init__(self, data: str, eos_token: str | None = None) -> None:
         import tokenizers
 
-        description: dict[str, Any] = json.loads(data)
+        description = _parse_object(data, "tokenizer.json")
         _require_byte_level(description.get("decoder"))
-        self._tokenizer = tokenizers.Tokenizer.from_str(data)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(data)
+        # The library raises nothing more specific for a description that it cannot read.
+        except Exception as error:
+            raise TokenizerError(f"tokenizer.json cannot be read: {error}") from error
         self._alphabet = _byte_alphabet()
         self._bytes: dict[int, bytes] = {}
         added = description.get("added_tokens", [])
@@ -56,11 +61,11 @@ class Tokenizer:
         """Read ``tokenizer.json`` and, where present, ``tokenizer_config.json`` of a model directory.
 
         Raises:
-            FileNotFoundError: there is no ``tokenizer.json``.
+            TokenizerError: there is no ``tokenizer.json``, or one of the files is malformed.
         """
         path = Path(directory) / "tokenizer.json"
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: the model directory has no tokenizer.json")
+            raise TokenizerError(f"{directory} has no tokenizer.json")
         config = read_json(Path(directory) / "tokenizer_config.json")
         eos = config.get("eos_token")
         return cls(path.read_text(encoding="utf-8"), eos["content"] if isinstance(eos, dict) else eos)
@@ -131,12 +136,17 @@ class Tokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    """The object in a JSON file, empty where there is no such file. Raises `TokenizerError` that names the file."""
+    return _parse_object(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else {}
+
+
+def _parse_object(text: str, source: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"{source} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
+        raise TokenizerError(f"{source} holds a JSON {type(content).__name__}, not an object")
     return content
 
 
@@ -144,4 +154,4 @@ def _require_byte_level(decoder: Any) -> None:
     stages = [] if decoder is None else decoder.get("decoders", [decoder])
     kinds = [stage.get("type") for stage in stages]
     if "ByteLevel" not in kinds or any(kind not in ("ByteLevel", "Fuse") for kind in kinds):
-        raise UnsupportedTokenizerError(f"the tokenizer's decoder is {kinds or 'absent'}; supported is ByteLevel")
+        raise TokenizerError(f"the tokenizer's decoder is {kinds or 'absent'}; supported is ByteLevel")

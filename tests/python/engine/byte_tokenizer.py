@@ -9,7 +9,12 @@ SPECIALS = ("[pad]", "]~!b[", "]~b]", "[e~[", "<mm:think>", "</mm:think>")
 
 
 def byte_tokenizer(merges: Sequence[tuple[str, str]] = (), extra_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Ids: `SPECIALS`, the 256 bytes in order of value, the merged pieces, ``extra_tokens`` (special as well)."""
+    """The tokenizer of `byte_tokenizer_json`."""
+    return Tokenizer(byte_tokenizer_json(merges, extra_tokens))
+
+
+def byte_tokenizer_json(merges: Sequence[tuple[str, str]] = (), extra_tokens: Sequence[str] = ()) -> str:
+    """A tokenizer.json. Ids: `SPECIALS`, the 256 bytes in order, merged pieces, ``extra_tokens`` (special as well)."""
     characters = {byte: char for char, byte in _byte_alphabet().items()}
     pieces = [*SPECIALS, *(characters[byte] for byte in range(256))]
     pieces += [left + right for left, right in merges]
@@ -24,7 +29,7 @@ def byte_tokenizer(merges: Sequence[tuple[str, str]] = (), extra_tokens: Sequenc
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocab, "merges": [list(pair) for pair in merges]},
     }
-    return Tokenizer(json.dumps(description))
+    return json.dumps(description)
 
 
 def byte_id(byte: int) -> int:

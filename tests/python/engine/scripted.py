@@ -1,8 +1,8 @@
 """A model without mathematics behind the engine's real seam: it knows nothing but what it reads back from the cache.
 
-Each token id that the engine writes is stored in the slot and place that the step names. The next token is a function of
-the whole prefix as read through the block table, so a page that is shared, evicted, reused or attended wrongly changes
-the output at once.
+Each token id that the engine writes is stored in the slot and place that the step names. The next token is a function
+of the whole prefix as read through the block table, so a page that is shared, evicted, reused or attended wrongly
+changes the output at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def script(prompt: Sequence[int], tokens: Sequence[int]) -> NextToken:
 
     def following(prefix: tuple[int, ...]) -> int:
         done = len(prefix) - len(prompt)
-        return tokens[done] if done < len(tokens) else tokens[0]
+        return tokens[done] if 0 <= done < len(tokens) else tokens[0]
 
     return following
 

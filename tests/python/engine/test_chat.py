@@ -20,7 +20,7 @@ def test_the_layout_of_m3_is_used_where_the_checkpoint_has_no_template() -> None
 
 @pytest.mark.parametrize(("mode", "ending"), [("enabled", "<mm:think>"), ("disabled", "</mm:think>"), ("adaptive", "")])
 def test_the_thinking_mode_opens_the_reply(mode: str, ending: str) -> None:
-    assert ChatTemplate().render(TURNS, thinking_mode=mode).endswith("]~b]ai\n" + ending)  # type: ignore[arg-type]
+    assert ChatTemplate().render(TURNS, thinking_mode=mode).endswith("]~b]ai\n" + ending)
     assert ChatTemplate().render(TURNS, add_generation_prompt=False).endswith("2+2?[e~[\n")
 
 

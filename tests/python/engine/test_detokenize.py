@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.detokenize import StopMatch, StopScanner, incomplete_suffix
-from tandem.engine.errors import UnsupportedTokenizerError
+from tandem.engine.errors import TokenizerError
 from tandem.engine.tokenizer import Tokenizer
 from tests.python.engine.byte_tokenizer import byte_ids, byte_tokenizer
 
@@ -105,7 +105,7 @@ def test_ids_that_the_vocabulary_does_not_use_have_no_text() -> None:
 
 
 def test_a_tokenizer_whose_token_bytes_cannot_be_told_is_refused() -> None:
-    with pytest.raises(UnsupportedTokenizerError, match="Metaspace"):
+    with pytest.raises(TokenizerError, match="Metaspace"):
         Tokenizer('{"decoder": {"type": "Metaspace"}, "model": {}}')
 
 

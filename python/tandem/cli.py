@@ -1,0 +1,78 @@
+"""The `tandem` program: parses, runs one command, and turns a caller's mistake into one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.engine.command import add_parser as add_generate
+from tandem.eval.command import add_parser as add_eval
+
+EXIT_MISTAKE = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; ``argv`` without its name, those of the process if None. Returns the exit code."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone; what is buffered cannot be written any more.
+        sys.stdout = None
+        return 0
+    except (ValueError, OSError) as error:
+        if not is_mistake(error):
+            raise
+        print(f"tandem: {one_line(error)}", file=sys.stderr)
+        return EXIT_MISTAKE
+    return code
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line. Making it loads nothing heavy."""
+    parser = argparse.ArgumentParser(prog="tandem", description="Serve and try MiniMax-M3 models.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_generate(subparsers)
+    add_eval(subparsers)
+    inspect = subparsers.add_parser("inspect", help="what a model is and what serving it takes")
+    inspect.add_argument("model", help="a model folder, or demo")
+    inspect.add_argument("--kv-dtype", default="bfloat16", help="type of cached keys and values (default %(default)s)")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect.set_defaults(run=run_inspect)
+    return parser
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Print the architecture, the cache layout and its sizes."""
+    from tandem import demo
+    from tandem.models.inspect import inspect_model
+
+    path = demo.path() if arguments.model == "demo" else Path(arguments.model)
+    inspection = inspect_model(path, kv_dtype=arguments.kv_dtype)
+    print(json.dumps(inspection.to_dict()) if arguments.json else inspection.render())
+    return 0
+
+
+def is_mistake(error: ValueError | OSError) -> bool:
+    """Whether an error is the caller's: a file that cannot be read, or one of the project's own typed errors.
+
+    Other errors are faults of ours and keep their trace.
+    """
+    if isinstance(error, OSError):
+        return error.filename is not None or isinstance(error, FileNotFoundError)
+    return type(error).__module__.partition(".")[0] == "tandem"
+
+
+def one_line(error: Exception) -> str:
+    """The message on one line."""
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

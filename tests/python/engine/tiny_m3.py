@@ -1,0 +1,107 @@
+"""Engines over tiny random M3 models in fp32, with cache memory that nobody wrote being NaN."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from tandem.core import layout, sched
+from tandem.engine.engine import Engine
+from tandem.engine.outputs import RequestOutput
+from tandem.engine.params import SamplingParams
+from tandem.engine.poison import PoolPoison
+from tandem.engine.runner import ModelRunner
+from tandem.models import CpuOps, MiniMaxM3, MiniMaxM3Config, attention_geometry, tile_specs
+from tandem.models.checkpoint import TensorWeights
+from tandem.msa import CpuBackend, Limits, SeatState
+from tests.python.engine.scripted import Collector
+from tests.python.models.support import Shape, random_weights, text_config
+
+VOCAB_SIZE = 128
+
+
+@lru_cache
+def tiny_model(block: int, dtype: torch.dtype = torch.float32) -> MiniMaxM3:
+    """Two dense layers, then two sparse ones that choose 2 blocks of ``block`` tokens."""
+    shape = Shape(
+        layers="dsss", hidden=32, heads=4, kv_heads=2, head_dim=32, block=block, topk=2, experts=4, vocab=VOCAB_SIZE
+    )
+    config = MiniMaxM3Config.from_dict(text_config(shape))
+    weights = {name: tensor.float() for name, tensor in random_weights(config, seed=11).items()}
+    return MiniMaxM3(config, TensorWeights(weights), dtype, CpuOps())
+
+
+@dataclass(frozen=True)
+class Variation:
+    """How an engine runs; the tokens must not depend on any of it."""
+
+    block: int = 4
+    chunk: int = 64
+    num_slots: int = 64
+    max_seats: int = 8
+    overlap: bool = False
+    enable_prefix_cache: bool = True
+    poison: bool = True
+
+
+@dataclass(frozen=True)
+class TinyRig:
+    """An engine driven step by step."""
+
+    engine: Engine
+    scheduler: sched.Scheduler
+    pool: torch.Tensor
+
+    def submit(self, prompt: list[int], params: SamplingParams) -> Collector:
+        collector = Collector()
+        self.engine.submit(prompt, params, collector)
+        return collector
+
+    def run(self) -> None:
+        while self.engine.step():
+            pass
+
+    def generate(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
+        collector = self.submit(prompt, params)
+        self.run()
+        return collector.output
+
+
+def make_tiny_rig(variation: Variation, kv_type: layout.ElementType = layout.ElementType.FP32) -> TinyRig:
+    model = tiny_model(variation.block)
+    config = model.config
+    limits = Limits(
+        max_seats=variation.max_seats,
+        max_tokens=variation.chunk,
+        max_rows=variation.max_seats,
+        max_model_len=96,
+        tokens_per_page=config.block_size,
+        max_pages=-(-96 // config.block_size),
+        max_draft_len=0,
+        num_slots=variation.num_slots,
+    )
+    cache_layout = layout.CacheLayout(tile_specs(config, kv_type), config.block_size)
+    pool = torch.zeros(limits.num_slots * cache_layout.slot_bytes, dtype=torch.uint8)
+    state = SeatState(limits)
+    scheduler = sched.Scheduler(
+        sched.SchedulerConfig(
+            num_slots=limits.num_slots,
+            tokens_per_page=limits.tokens_per_page,
+            max_seats=limits.max_seats,
+            max_tokens_per_step=limits.max_tokens,
+            max_model_len=limits.max_model_len,
+            overlap=variation.overlap,
+            enable_prefix_cache=variation.enable_prefix_cache,
+            watermark_pages=0,
+        )
+    )
+    runner = ModelRunner(
+        model,
+        CpuBackend(cache_layout, pool, limits, state, attention_geometry(config)),
+        state,
+        limits,
+        config.vocab_size,
+        steps_in_flight=scheduler.config.max_steps_in_flight,
+        before_step=PoolPoison(pool, cache_layout.slot_bytes, config.block_size) if variation.poison else None,
+    )
+    return TinyRig(Engine(scheduler, runner), scheduler, pool)

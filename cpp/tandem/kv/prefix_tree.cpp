@@ -169,8 +169,6 @@ void PrefixTree::remove_leaf(std::int32_t slot) {
     release_namespace(leaf.parent);
   } else {
     Node& above = node(leaf.parent);
-    // A page is used whenever one below it is, so it is never older than a page evicted from below it.
-    above.last_used = std::max(above.last_used, leaf.last_used);
     if (--above.num_children == 0 && above.num_pinned == 0) {
       evictable_leaves_.push(leaf.parent, above.last_used);
     }

@@ -84,7 +84,7 @@ class PrefixTree final : private PinListener {
   struct Node {
     PageRef page;                 // empty: no node at this slot
     std::uint64_t hash = 0;       // chained
-    std::uint64_t last_used = 0;  // clock when it was last let go; at least its evicted descendants'
+    std::uint64_t last_used = 0;  // clock when it entered or was last let go
     std::int32_t parent = 0;      // slot, or -1 - namespace at the first page
     std::int32_t num_children = 0;
     std::int32_t num_pinned = 0;   // itself if pinned, plus children with a pin in their subtree; 0: evictable

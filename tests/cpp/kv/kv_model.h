@@ -81,11 +81,6 @@ class KvModel {
       if (oldest == tree_.end()) {
         break;
       }
-      const Prefix& key = oldest->first;
-      if (const auto parent = tree_.find(prefix(key.first, key.second, key.second.size() - page_));
-          parent != tree_.end()) {
-        parent->second.last_used = std::max(parent->second.last_used, oldest->second.last_used);
-      }
       freed.push_back(oldest->second.slot);
       handles_.erase(handles_.find({oldest->second.slot, Holder::Tree}));
       tree_.erase(oldest);

@@ -129,6 +129,18 @@ TEST_F(PrefixTreeTest, ComparesTokensWhereHashesCollide) {
   tree_.clear();  // the forged hash would not pass the check at the end
 }
 
+TEST_F(PrefixTreeTest, ComparesParentsWhereHashesCollide) {
+  const Tokens same = {7, 7};
+  {
+    const auto pages = take(4);
+    const TreeCursor left = tree_.insert({}, Tokens{1, 2}, hash_page(hash_salt(""), Tokens{1, 2}), "", pages[0]).at;
+    const TreeCursor right = tree_.insert({}, Tokens{3, 4}, hash_page(hash_salt(""), Tokens{3, 4}), "", pages[1]).at;
+    EXPECT_TRUE(tree_.insert(left, same, 99, "", pages[2]).entered);
+    EXPECT_TRUE(tree_.insert(right, same, 99, "", pages[3]).entered);
+  }
+  tree_.clear();  // the forged hash would not pass the check at the end
+}
+
 TEST_F(PrefixTreeTest, KeepsTheFirstOfTwoEqualPagesAndLetsTheSecondBe) {
   auto first = take(2);
   auto second = take(2);
@@ -171,17 +183,19 @@ TEST_F(PrefixTreeTest, EvictsTheLeastRecentlyUsedLeafFirst) {
   EXPECT_EQ(probe({1, 1, 2, 2}), 1);
 }
 
-TEST_F(PrefixTreeTest, TreatsAPageAsUsedWheneverOneBelowItWas) {
+TEST_F(PrefixTreeTest, EvictsAPageLetGoEarlyOnlyWithTheLastOneBelowIt) {
   // [1 1] was let go before [3 3], but the page below it was in use until after.
-  auto long_run = take(2);
-  tree_.insert(Tokens{1, 1, 2, 2}, long_run);
-  long_run[0].reset();
+  auto run = take(2);
+  tree_.insert(Tokens{1, 1, 2, 2}, run);
+  run[0].reset();
   cache({3, 3});
-  long_run[1].reset();
-  EXPECT_EQ(tree_.evict(1), 1);
-  EXPECT_EQ(probe({3, 3}), 0);
-  EXPECT_EQ(tree_.evict(1), 1);
-  EXPECT_EQ(probe({1, 1, 2, 2}), 1);
+  run[1].reset();
+  cache({4, 4});
+  for (const Tokens& gone : {Tokens{3, 3}, Tokens{1, 1, 2, 2}, Tokens{1, 1}, Tokens{4, 4}}) {
+    EXPECT_EQ(probe(gone), static_cast<std::int64_t>(gone.size()) / 2);
+    EXPECT_EQ(tree_.evict(1), 1);
+    EXPECT_EQ(probe(gone), static_cast<std::int64_t>(gone.size()) / 2 - 1);
+  }
 }
 
 TEST_F(PrefixTreeTest, NeverEvictsAPageThatAnyoneElseHoldsNorOneAboveIt) {

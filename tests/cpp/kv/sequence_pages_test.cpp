@@ -287,7 +287,8 @@ TEST_F(SequencePagesTest, WithoutATreeCachesNothing) {
   fill(pages, numbered(8));
   EXPECT_EQ(pages.committed(), 8);
   EXPECT_EQ(tree_.num_pages(), 0);
-  EXPECT_FALSE(pages.grow(36));
+  EXPECT_FALSE(pages.grow(33));
+  EXPECT_TRUE(pages.grow(32));
   pages.release();
   EXPECT_EQ(pool_.num_free(), 8);
 }

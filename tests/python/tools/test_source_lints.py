@@ -99,6 +99,14 @@ def test_a_test_that_can_fail_passes(tmp_path, body):
     assert assertions.faults(path) == []
 
 
+def test_a_helper_of_the_same_file_counts_only_if_it_can_fail(tmp_path):
+    path = tmp_path / "test_module.py"
+    good = "class World:\n    def same(self): assert x\n\ndef run(w): w.same()\n\n"
+    path.write_text(good + "def test_good():\n    run(World())\n\ndef idle(): pass\n\ndef test_bad():\n    idle()\n")
+    (fault,) = assertions.faults(path)
+    assert "test_bad" in fault
+
+
 @pytest.mark.parametrize(
     ("data", "word"),
     [

@@ -36,7 +36,7 @@ def build(tree: str, sanitize: bool) -> None:
     if sanitize:
         # Level 1 keeps the random tests quick; the checks of both sanitizers are the same at every level.
         options += ["-DTANDEM_SANITIZE=ON", "-DTANDEM_BUILD_BINDINGS=OFF", "-DCMAKE_BUILD_TYPE=Debug"]
-        options += ["-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g1"]
+        options += ["-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g1 -D_GLIBCXX_ASSERTIONS"]
     else:
         options += ["-DTANDEM_BUILD_BENCH=ON", f"-DPython_EXECUTABLE={sys.executable}"]
     run([tool("cmake"), "-S", ".", "-B", tree, "-G", "Ninja", *options])
@@ -47,8 +47,9 @@ def test(tree: str, sanitize: bool, soak: bool) -> None:
     """Runs ctest, the long tests (named `Soak`) apart from the others; an empty set of tests is a failure."""
     environment = dict(SANITIZER_ENVIRONMENT) if sanitize else {}
     selection = ["--tests-regex" if soak else "--exclude-regex", "Soak"]
-    arguments = ["--test-dir", tree, "--output-on-failure", "--no-tests=error", "--parallel", "2", "--timeout", "600"]
-    run([tool("ctest"), *arguments, *selection], environment)
+    timeout_s = "3600" if soak else "300"
+    arguments = ["--test-dir", tree, "--output-on-failure", "--no-tests=error", "--parallel", "2"]
+    run([tool("ctest"), *arguments, "--timeout", timeout_s, *selection], environment)
 
 
 def main() -> int:

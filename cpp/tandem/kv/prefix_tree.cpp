@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 #include <utility>
 
 #include "tandem/base/check.h"
@@ -74,11 +75,31 @@ void PrefixTree::walk(std::span<const TokenId> tokens, PageHashes& hashes, Visit
   const auto page_size = static_cast<std::size_t>(tokens_per_page_);
   std::int32_t parent = parent_of_namespace(id);
   for (std::size_t depth = 0; depth < chain.size(); ++depth) {
+    if (depth + 2 < chain.size()) {
+      __builtin_prefetch(&index_[chain[depth + 2] & index_mask_]);
+    }
+    if (depth + 1 < chain.size()) {
+      prefetch_candidate(chain[depth + 1]);
+    }
     parent = find(parent, chain[depth], tokens.subspan(depth * page_size, page_size));
     if (parent == kNone) {
       return;
     }
     visit(parent);
+  }
+}
+
+// The next page's node and tokens, most likely, while this page's tokens are compared: the walk is bound by misses.
+void PrefixTree::prefetch_candidate(std::uint64_t hash) const {
+  const std::int32_t slot = index_[hash & index_mask_];
+  if (slot == kNone) {
+    return;
+  }
+  __builtin_prefetch(&node(slot));
+  constexpr std::size_t kLine = 64 / sizeof(TokenId);
+  const std::span<const TokenId> tokens = tokens_of(slot);
+  for (std::size_t at = 0; at < tokens.size(); at += kLine) {
+    __builtin_prefetch(tokens.data() + at);
   }
 }
 
@@ -273,7 +294,8 @@ std::int32_t PrefixTree::find(std::int32_t parent, std::uint64_t hash, std::span
   for (std::size_t at = hash & index_mask_; index_[at] != kNone; at = (at + 1) & index_mask_) {
     const std::int32_t slot = index_[at];
     const Node& each = node(slot);
-    if (each.hash == hash && each.parent == parent && std::ranges::equal(tokens_of(slot), tokens)) {
+    if (each.hash == hash && each.parent == parent &&
+        std::memcmp(tokens_of(slot).data(), tokens.data(), tokens.size_bytes()) == 0) {
       return slot;
     }
   }

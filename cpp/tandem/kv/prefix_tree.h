@@ -81,7 +81,7 @@ class PrefixTree final : private PinListener {
   void check() const;
 
  private:
-  struct Node {
+  struct alignas(64) Node {       // one cache line
     PageRef page;                 // empty: no node at this slot
     std::uint64_t hash = 0;       // chained
     std::uint64_t last_used = 0;  // clock when it entered or was last let go
@@ -116,6 +116,7 @@ class PrefixTree final : private PinListener {
   // Calls `visit(slot)` for each cached page that `tokens` starts with, from the first on.
   template <typename Visit>
   void walk(std::span<const TokenId> tokens, PageHashes& hashes, Visit visit) const;
+  void prefetch_candidate(std::uint64_t hash) const;
   void add_leaf(std::int32_t slot, std::int32_t parent, std::span<const TokenId> page_tokens, std::uint64_t hash,
                 const PageRef& page);
   void pin_up(std::int32_t slot);

@@ -7,6 +7,7 @@ on the device by then, so a step may be planned and launched while the one befor
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import random
@@ -219,7 +220,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot."""
-        return EngineStats(self._scheduler.stats(), self._scheduler.ledger(), self._runner.times, self._num_steps)
+        times = dataclasses.replace(self._runner.times)
+        return EngineStats(self._scheduler.stats(), self._scheduler.ledger(), times, self._num_steps)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

@@ -119,10 +119,13 @@ class Collector:
     """Keeps what a request sends."""
 
     deltas: list[Delta] = field(default_factory=list)
+    on_end: Callable[[], None] = lambda: None
 
     def __call__(self, delta: Delta) -> None:
         assert not self.done, "a delta after the end"
         self.deltas.append(delta)
+        if self.done:
+            self.on_end()
 
     @property
     def done(self) -> bool:

@@ -2,6 +2,7 @@
 page.
 """
 
+import dataclasses
 import itertools
 import random
 from dataclasses import dataclass, field
@@ -157,7 +158,7 @@ def test_requests_without_a_seed_differ() -> None:
     assert len(texts) == 5
 
 
-BASE = SamplingParams(temperature=2.0, max_tokens=12, seed=5)
+BASE = SamplingParams(temperature=2.0, max_tokens=60, seed=5)
 EFFECTS = [
     {"temperature": 6.0},
     {"temperature": 0},
@@ -165,8 +166,8 @@ EFFECTS = [
     {"top_p": 0.05},
     {"min_p": 0.9},
     {"repetition_penalty": 8.0},
-    {"presence_penalty": -2.0, "temperature": 3.0},
-    {"frequency_penalty": -2.0, "temperature": 3.0},
+    {"presence_penalty": 2.0},
+    {"frequency_penalty": 2.0},
     {"logit_bias": {200: 100.0}},
     {"seed": 6},
     {"max_tokens": 5},
@@ -175,15 +176,24 @@ EFFECTS = [
 
 @pytest.mark.parametrize("change", EFFECTS, ids=lambda change: next(iter(change)))
 def test_each_sampling_field_changes_what_is_generated(change: dict[str, object]) -> None:
-    import dataclasses
-
     def narrow(prefix: tuple[int, ...]) -> int:
         return 100 + len(prefix) % 3
 
-    base = dataclasses.replace(BASE, temperature=change["temperature"]) if len(change) > 1 else BASE
-    plain = make_rig(ScriptedModel(narrow)).generate(PROMPT, base).token_ids
-    changed = make_rig(ScriptedModel(narrow)).generate(PROMPT, dataclasses.replace(base, **change)).token_ids
+    plain = make_rig(ScriptedModel(narrow)).generate(PROMPT, BASE).token_ids
+    changed = make_rig(ScriptedModel(narrow)).generate(PROMPT, dataclasses.replace(BASE, **change)).token_ids
     assert changed != plain
+
+
+def test_the_more_urgent_of_two_waiting_requests_runs_first() -> None:
+    rig = make_rig(max_seats=1)
+    order: list[str] = []
+    for name, priority in (("running", 0), ("late", 5), ("soon", 1), ("soonest", -3)):
+        collector = rig.submit([len(name)], greedy(4, priority=priority))
+        collector.on_end = lambda name=name: order.append(name)
+        if name == "running":
+            rig.engine.step()
+    rig.run()
+    assert order == ["running", "soonest", "soon", "late"]
 
 
 @dataclass

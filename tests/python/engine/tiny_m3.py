@@ -1,7 +1,9 @@
 """Engines over tiny random M3 models in fp32, with cache memory that nobody wrote being NaN."""
 
+import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -11,24 +13,24 @@ from tandem.engine.outputs import RequestOutput
 from tandem.engine.params import SamplingParams
 from tandem.engine.poison import PoolPoison
 from tandem.engine.runner import ModelRunner
-from tandem.models import CpuOps, MiniMaxM3, MiniMaxM3Config, attention_geometry, tile_specs
-from tandem.models.checkpoint import TensorWeights
+from tandem.models import CpuOps, MiniMaxM3, MiniMaxM3Config, attention_geometry, load_model, tile_specs
 from tandem.msa import CpuBackend, Limits, SeatState
 from tests.python.engine.scripted import Collector
-from tests.python.models.support import Shape, random_weights, text_config
+from tests.python.models.support import Shape, random_weights, text_config, wrapped_config, write_checkpoint
 
 VOCAB_SIZE = 128
 
 
 @lru_cache
-def tiny_model(block: int, dtype: torch.dtype = torch.float32) -> MiniMaxM3:
+def tiny_model(block: int) -> MiniMaxM3:
     """Two dense layers, then two sparse ones that choose 2 blocks of ``block`` tokens."""
     shape = Shape(
         layers="dsss", hidden=32, heads=4, kv_heads=2, head_dim=32, block=block, topk=2, experts=4, vocab=VOCAB_SIZE
     )
-    config = MiniMaxM3Config.from_dict(text_config(shape))
-    weights = {name: tensor.float() for name, tensor in random_weights(config, seed=11).items()}
-    return MiniMaxM3(config, TensorWeights(weights), dtype, CpuOps())
+    text = text_config(shape)
+    weights = random_weights(MiniMaxM3Config.from_dict(text), seed=11)
+    with tempfile.TemporaryDirectory() as folder:
+        return load_model(write_checkpoint(Path(folder), wrapped_config(text), weights), torch.float32, CpuOps())
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ class ProblemRows:
 class DocumentBatch:
     """Documents with their questions, [documents, length] each but `queries`.
 
-    `homes` u8 is the category of the question that a token belongs to (NO_HOME in the document itself), `turn_blocks` u8 the
+    `sources` i16 is, for a position whose next token is a digit to be looked up, where the document holds that digit, and -1
+    elsewhere. `homes` u8 is the category of the question that a token belongs to (NO_HOME in the document itself), `turn_blocks` u8 the
     block in which that question's turn starts, `queries` i32 [documents, n] sampled positions for the losses on attention.
     """
 
@@ -68,6 +69,7 @@ class DocumentBatch:
     kinds: NDArray[np.uint8]
     homes: NDArray[np.uint8]
     turn_blocks: NDArray[np.uint8]
+    sources: NDArray[np.int16]
     queries: NDArray[np.int32]
 
 
@@ -169,7 +171,7 @@ def document_batch(task: tuple[int, int]) -> DocumentBatch:
     documents = [_document(worker, Random(f"document/{step}/{index}"), length) for index in range(count)]
     sampler = np.random.default_rng((step, length))
     per_document = worker.size.sampled_queries // count
-    queries = [_sample_queries(sampler, kinds, homes, per_document) for _, kinds, homes, _ in documents]
+    queries = [_sample_queries(sampler, kinds, homes, per_document) for _, kinds, homes, _, _ in documents]
     stacked = [np.stack(column) for column in zip(*documents, strict=True)]
     return DocumentBatch(*stacked, queries=np.stack(queries))
 
@@ -191,12 +193,16 @@ def _document(worker: _Worker, rng: Random, length: int) -> tuple[NDArray[Any], 
     text.add([chat.role, *chat.encode(f"user\n{document.text}")], DOCUMENT)
     homes = [NO_HOME] * len(text)
     turn_blocks = [0] * len(text)
+    sources = np.full(length, -1, np.int16)
+    body = np.array(text.ids, np.uint16)
     for number, note in enumerate(document.asked):
         turn = _note_turn(chat, rng, note, first=number == 0)
         if len(text) + len(turn) > length:
             break
         turn_blocks.extend([len(text) // worker.block] * len(turn))
         homes.extend([note.category] * len(turn))
+        first_digit = len(text) + turn.kinds.index(LOOKUP)
+        sources[first_digit - 1 : first_digit + 3] = _find_digits(chat, body, note) + np.arange(4)
         text.extend(turn)
     padding = length - len(text)
     return (
@@ -204,7 +210,17 @@ def _document(worker: _Worker, rng: Random, length: int) -> tuple[NDArray[Any], 
         np.array(text.kinds + [NONE] * padding, np.uint8),
         np.array(homes + [NO_HOME] * padding, np.uint8),
         np.array(turn_blocks + [0] * padding, np.uint8),
+        sources,
     )
+
+
+def _find_digits(chat: ChatEncoder, body: NDArray[np.uint16], note: Note) -> int:
+    """Return the position of a note's first digit in the tokens of a document."""
+    sentence = np.array(chat.encode(f" {note.sentence}")[1:], np.uint16)
+    starts = np.flatnonzero(body[: len(body) - len(sentence) + 1] == sentence[0])
+    windows = body[starts[:, None] + np.arange(len(sentence))]
+    (start,) = starts[(windows == sentence).all(1)]
+    return int(start) + len(sentence) - 5
 
 
 def _note_turn(chat: ChatEncoder, rng: Random, note: Note, *, first: bool) -> Text:

@@ -1,6 +1,7 @@
 """The losses on attention itself, taken at a sample of each document's queries.
 
-The index branch learns from the main attention which blocks matter. Two penalties keep attention near: in the dense layers,
+A lookup is guided: at its home, attention is told which token of the document holds the digit. Twenty homes that each see a
+twentieth of the questions do not find out by themselves in the time there is. The index branch learns from the main attention which blocks matter. Two penalties keep attention near: in the dense layers,
 which could otherwise do the whole lookup and leave nothing for block selection to get wrong, and in every sparse pair (layer,
 group) that is not the home of the question at hand, so that damage to the home cannot be made up for elsewhere.
 """
@@ -44,8 +45,8 @@ def dense_locality(shape: Shape, q: Tensor, k: Tensor, documents: Documents) -> 
 
 def sparse_losses(
     shape: Shape, layer: int, parts: dict[str, Tensor], documents: Documents, hide: bool
-) -> tuple[Tensor, Tensor]:
-    """Return (index loss, locality away from home) of one sparse layer at the sampled queries.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (index loss, locality away from home, guide) of one sparse layer at the sampled queries.
 
     Index loss: cross-entropy of the softmax over far blocks of the largest index score in each, against the main
     attention's mass on them (mean over the group's heads, no gradient, not renormalised, so a query counts by how much
@@ -67,6 +68,12 @@ def sparse_losses(
     everything = torch.logsumexp(logits, -1)
     locality = ((everything - near).mean(-1) * away).mean()
 
+    source = documents.sources.gather(1, queries)
+    looking = home & (source >= 0)[:, None]
+    needed = source.clamp(min=0)[:, None, :, None, None].expand(*logits.shape[:-1], 1)
+    paid = torch.logsumexp(logits.gather(-1, needed)[..., 0] - everything, -1) - math.log(shape.heads_per_group)
+    guide = -(paid.masked_fill(~looking, 0.0)).sum() / looking.sum().clamp(min=1)
+
     with torch.no_grad():
         visible = logits.masked_fill(before_turn & away[..., None, None], -math.inf) if hide else logits
         mass = torch.softmax(visible, -1).mean(3).unflatten(-1, (num_blocks, shape.block)).sum(-1)
@@ -82,4 +89,4 @@ def sparse_losses(
     asked, body = (home & in_turn[:, None]).float(), (~in_turn[:, None]).float().expand_as(loss)
     index_loss = (loss * asked).sum() / asked.sum().clamp(min=1.0)
     index_loss = index_loss + BODY_INDEX_SHARE * (loss * body).sum() / body.sum().clamp(min=1.0)
-    return index_loss, locality
+    return index_loss, locality, guide

@@ -229,11 +229,12 @@ def select_blocks(shape: Shape, index_q: Tensor, index_k: Tensor, chunk: int = 1
 
 @dataclass
 class Documents:
-    """Documents of a step on the device: `homes` and `turn_blocks` [B, T] as in `data.DocumentBatch`, `queries` [B, S]."""
+    """Documents of a step on the device: [B, T] as in `data.DocumentBatch`, `queries` [B, S]."""
 
     length: int
     homes: Tensor
     turn_blocks: Tensor
+    sources: Tensor
     queries: Tensor
 
 

@@ -15,6 +15,7 @@ from tools.demo_model.model import Compiled, Documents, Weights, at_home, causal
 
 DOCUMENT_SHARE = 0.5
 Z_SHARE = 1e-4
+GUIDE_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,17 @@ class Stepper:
         targets = torch.roll(tokens, -1)
         segments = self._device(problems.segments)
         documents = Documents(
-            length, self._device(batch.homes), self._device(batch.turn_blocks), self._device(batch.queries).long()
+            length,
+            self._device(batch.homes),
+            self._device(batch.turn_blocks),
+            self._device(batch.sources).long(),
+            self._device(batch.queries).long(),
         )
         cos, sin = self.rope(length)
         near = near_blocks(shape, documents)
         stacked = self.weights.stacked()
         x = F.embedding(tokens, self.weights.embed.to(self.dtype))
-        index_loss, dense_near, sparse_near = (torch.zeros((), device=self.device) for _ in range(3))
+        index_loss, dense_near, sparse_near, guide = (torch.zeros((), device=self.device) for _ in range(4))
         counts = []
         for layer in range(shape.num_layers):
             w = self.weights.layer(stacked, layer)
@@ -90,8 +95,8 @@ class Stepper:
                 dense_near = dense_near + dense_locality(shape, docs["q"], docs["k"], documents)
                 second = functions.attend_all(docs["q"], docs["k"], docs["v"], self.mask(length))
             else:
-                index, locality = sparse_losses(shape, layer, docs, documents, phase.hide)
-                index_loss, sparse_near = index_loss + index, sparse_near + locality
+                index, locality, guided = sparse_losses(shape, layer, docs, documents, phase.hide)
+                index_loss, sparse_near, guide = index_loss + index, sparse_near + locality, guide + guided
                 visible = self._visible(layer, docs, documents, near, phase)
                 second = functions.attend_blocks(docs["q"], docs["k"], docs["v"], visible, self.mask(length))
             attended = torch.cat([_flat(first), _flat(second)])
@@ -105,7 +110,7 @@ class Stepper:
         document_loss = _weighted_mean(ce, weight * ~in_problems)
         z_loss = _weighted_mean(lse.square(), (weight > 0).float())
         total = problem_loss + DOCUMENT_SHARE * document_loss + Z_SHARE * z_loss
-        total = total + index_loss + dense_near + sparse_near
+        total = total + index_loss + dense_near + sparse_near + GUIDE_SHARE * guide
         total.backward()
         with torch.no_grad():
             lookups = kinds[split:] == LOOKUP
@@ -123,6 +128,7 @@ class Stepper:
                 "index": index_loss,
                 "dense_near": dense_near,
                 "sparse_near": sparse_near,
+                "guide": guide,
                 "lse": lse.abs().mean(),
             }
         return StepResult(

@@ -185,7 +185,8 @@ def make_document(
     names: set[tuple[str, str, str]] = set()
     used = 0
     while True:
-        note = _draw_note(rng, names) if rng.random() < share else None
+        # The first sentence is a note, so that any document long enough has one to ask for.
+        note = _draw_note(rng, names) if not sentences or rng.random() < share else None
         sentence = _draw_filler(rng) if note is None else note.sentence
         used_with = used + count_tokens(sentence)
         if used_with > num_tokens:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tandem.core import sched
+from tandem.core import kv, sched
 from tandem.engine.errors import EngineClosedError, InvalidPromptError, check_token_ids
 from tandem.engine.outputs import FinishReason
 from tandem.engine.params import SamplingParams
@@ -39,6 +39,9 @@ _REASONS: dict[sched.FinishReason, FinishReason] = {
     sched.FinishReason.ABORT: "abort",
     sched.FinishReason.ERROR: "error",
 }
+# Codes in arrays, and members that every step looks up: access to an enumeration's member by name is slow.
+_STOP, _ERROR = int(sched.FinishReason.STOP), int(sched.FinishReason.ERROR)
+_NO_ERROR = SampleError.NONE
 _SAMPLE_ERRORS = {
     SampleError.NOT_FINITE: "the logits are not finite",
     SampleError.NOTHING_ALLOWED: "logit_bias and min_tokens forbid every token",
@@ -50,7 +53,7 @@ class EngineStats:
     """Counters since the start, and what runs now."""
 
     scheduler: sched.Stats
-    ledger: sched.Ledger
+    ledger: kv.Ledger
     times: StepTimes
     num_steps: int
     """The progress counter: grows with each completed step, failed ones included."""
@@ -249,6 +252,8 @@ class Engine:
             request.finish("abort" if cause is None else "error", num_new=0, cached_tokens=0, num_preemptions=0)
 
     def _take_inbox(self) -> None:
+        if not self._inbox:
+            return
         with self._inbox_filled:
             items, self._inbox = self._inbox, deque()
         for item in items:
@@ -324,17 +329,17 @@ class Engine:
         taken: list[Taken] = []
         finish = np.zeros(len(results), dtype=np.int32)
         for i, (request, result) in enumerate(zip(requests, results, strict=True)):
-            if result.error is not SampleError.NONE:
+            if result.error is not _NO_ERROR:
                 if request is not None:
                     request.fail(_SAMPLE_ERRORS[result.error])
                 taken.append(Taken(0, False, None))
-                finish[i] = int(sched.FinishReason.ERROR)
+                finish[i] = _ERROR
                 continue
             # The tokens of an ended request are skipped, whatever they are.
             row = Taken(len(result.tokens), False, None) if request is None else request.take(result.tokens)
             taken.append(row)
             if row.stops:
-                finish[i] = int(sched.FinishReason.STOP)
+                finish[i] = _STOP
         num_tokens = np.array([row.num_tokens for row in taken], dtype=np.int32)
         accepted = np.array([min(r.num_accepted, t.num_tokens) for r, t in zip(results, taken, strict=True)], np.int32)
         kept = [result.tokens[: row.num_tokens] for result, row in zip(results, taken, strict=True)]
@@ -343,7 +348,7 @@ class Engine:
         num_kept = events.num_tokens.tolist()
         ended = events.finish.tolist()
         for i, request in enumerate(requests):
-            if request is None or results[i].error is not SampleError.NONE:
+            if request is None or results[i].error is not _NO_ERROR:
                 continue
             request.settle(results[i].tokens, taken[i], num_kept[i], results[i].logprobs)
             if num_kept[i] and not ended[i]:

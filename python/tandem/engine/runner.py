@@ -16,11 +16,13 @@ from tandem.core import sched
 from tandem.engine.outputs import LOWEST_LOGPROB, TokenLogprobs
 from tandem.engine.request import Request
 from tandem.engine.sampling import Logprobs, Sampled, SampleError, gather_logprobs
-from tandem.engine.seats import IntArray, Positions, SamplingSeats
+from tandem.engine.seats import IntArray, Positions, RoundDrafts, SamplingSeats
 from tandem.msa import AttentionBackend, Limits, PlanRows, RowKind, SeatState, StepMetadata, advance, derive
 
 # Rows of prompt logits computed at a time: a whole chunk at M3's vocabulary would be some 400 MB.
 _PROMPT_LOGPROB_ROWS = 64
+_DECODE = int(RowKind.DECODE)
+_ERRORS = tuple(SampleError)
 
 
 class StepModel(Protocol):
@@ -122,6 +124,7 @@ class ModelRunner:
         self._meta = StepMetadata(limits, state.device, steps_in_flight)
         self._seats = SamplingSeats(limits.max_seats, vocab_size, state.device)
         self._before_step = before_step
+        self._iota = np.arange(limits.max_tokens + 1, dtype=np.int64)
         self.vocab_size = vocab_size
         self.times = StepTimes()
 
@@ -145,7 +148,8 @@ class ModelRunner:
             self.times.model += time.perf_counter() - start
             empty = np.zeros(1, dtype=np.int64)
             return StepInFlight(plan, row_requests, sampling_rows, empty, Sampled(none, none), None, None, prompt_parts)
-        logits = self._model.logits(hidden.index_select(0, meta.logit_token))
+        decides = hidden if meta.num_logits == meta.num_tokens else hidden.index_select(0, meta.logit_token)
+        logits = self._model.logits(decides)
         middle = time.perf_counter()
         positions, first_position = self._positions(rows, sampling_rows)
         sampled = self._seats.decide(logits, positions)
@@ -172,7 +176,7 @@ class ModelRunner:
         results = []
         bounds = step.first_position.tolist()
         for first, end in itertools.pairwise(bounds):
-            error = SampleError(max(errors[first:end]))
+            error = _ERRORS[max(errors[first:end])]
             row_logprobs = [logprobs[i] for i in range(first, end)] if first in logprobs else None
             results.append(RowResult(tokens[first:end], end - first - 1, error, row_logprobs))
         self.times.sample += time.perf_counter() - start
@@ -194,24 +198,30 @@ class ModelRunner:
 
     def _positions(self, rows: PlanRows, sampling_rows: IntArray) -> tuple[Positions, IntArray]:
         """The step's positions, and where each sampling row's begin ``[N+1]``."""
-        counts = np.where(rows.kind[sampling_rows] == RowKind.DECODE, rows.query_len[sampling_rows], 1).astype(np.int64)
+        seat = rows.seat[sampling_rows].astype(np.int64)
+        if not rows.num_drafts.any():
+            return Positions(seat, self._token_index, None), self._iota[: len(seat) + 1]
+        counts = np.where(rows.kind[sampling_rows] == _DECODE, rows.query_len[sampling_rows], 1).astype(np.int64)
         first = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=first[1:])
-        draft = np.arange(first[-1]) - np.repeat(first[:-1], counts)
+        before = self._iota[: first[-1]] - np.repeat(first[:-1], counts)
         row_end = np.cumsum(rows.query_len, dtype=np.int64)[sampling_rows]
-        place = np.repeat(row_end - counts, counts) + draft
-        meta = self._meta
-        token_index = meta.position.index_select(0, meta.logit_token).to(torch.int64) + 1
-        seat = np.repeat(rows.seat[sampling_rows].astype(np.int64), counts)
-        return Positions(seat, draft, place, token_index, meta.token_ids), first
+        place = np.repeat(row_end - counts, counts) + before
+        drafts = RoundDrafts(before, place, self._meta.token_ids)
+        return Positions(np.repeat(seat, counts), self._token_index, drafts), first
+
+    def _token_index(self) -> Tensor:
+        """The index of the token that each position of the derived step decides, int64 ``[L]``."""
+        return self._meta.position.index_select(0, self._meta.logit_token).to(torch.int64) + 1
 
     def _prompt_parts(self, rows: PlanRows, requests: Sequence[Request | None], hidden: Tensor) -> list[_PromptPart]:
         """Log-probabilities of the prompt tokens that follow the tokens of context rows, where wanted."""
         parts: list[_PromptPart] = []
+        if len(rows.token_ids) == 0:
+            return parts
         row_start = np.cumsum(rows.query_len) - rows.query_len
-        for row in np.flatnonzero(rows.kind == RowKind.CONTEXT).tolist():
-            request = requests[row]
-            if request is None or request.params.prompt_logprobs is None:
+        for row, request in enumerate(requests):
+            if request is None or request.params.prompt_logprobs is None or rows.kind[row] == _DECODE:
                 continue
             first_index = int(rows.first_index[row]) + 1
             count = min(int(rows.query_len[row]), len(request.prompt_ids) - first_index)

@@ -102,8 +102,8 @@ class Logprobs:
 def greedy(logits: Tensor) -> Sampled:
     """The argmax of each row of ``logits`` fp32 ``[P, V]``; of equal logits the lowest id."""
     best, tokens = logits.max(dim=-1)
-    errors = (~torch.isfinite(best)).to(torch.int64)
-    return Sampled(tokens.masked_fill(errors != 0, 0), errors)
+    bad = ~torch.isfinite(best)
+    return Sampled(tokens.masked_fill_(bad, 0), bad.to(torch.int64))
 
 
 def sample(logits: Tensor, token_index: Tensor, choice: Choice) -> Sampled:

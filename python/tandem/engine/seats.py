@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -28,6 +28,9 @@ class Stage(IntFlag):
     NOISE = 8
 
 
+_PENALTIES, _ADJUSTMENTS, _TRUNCATION, _NOISE = (int(stage) for stage in Stage)
+
+
 @dataclass(frozen=True)
 class _SeatAdjustments:
     token_id: IntArray
@@ -42,16 +45,26 @@ _ALWAYS = 2**62
 class Positions:
     """The L positions of a step, in the order of its logits.
 
-    ``seat`` int64 ``[L]`` and ``draft`` int64 ``[L]``, how many drafts of the position's own round stand before it, on
-    the host; ``token_index`` int64 ``[L]``, the index of the token to be decided, on the device; ``tokens`` int32, the
-    tokens of the step on the device, and ``place`` int64 ``[L]``, where in it the position's input token stands, on
-    the host.
+    ``seat`` int64 ``[L]``, on the host; ``token_index``, called where it is needed, int64 ``[L]``: the index of the
+    token to be decided, on the device; ``drafts``: None where no position of the step has drafts before it.
     """
 
     seat: IntArray
-    draft: IntArray
+    token_index: Callable[[], Tensor]
+    drafts: RoundDrafts | None
+
+
+@dataclass(frozen=True)
+class RoundDrafts:
+    """Where the drafts before each of L positions stand in their rounds.
+
+    ``count`` int64 ``[L]``: how many stand before it; ``place`` int64 ``[L]``: where in the step's tokens the
+    position's own input stands, which is the last of them; both on the host. ``tokens`` int32: the step's tokens, on
+    the device.
+    """
+
+    count: IntArray
     place: IntArray
-    token_index: Tensor
     tokens: Tensor
 
 
@@ -122,14 +135,14 @@ class SamplingSeats:
         stages = self._stages[positions.seat]
         if not stages.any():
             return sampled
-        noisy = (stages & Stage.NOISE) != 0
+        token_index = positions.token_index()
+        noisy = (stages & _NOISE) != 0
         # Greedy positions with other stages are decided apart, so that they never pay for the noise.
         for chosen in (np.flatnonzero(noisy), np.flatnonzero(~noisy & (stages != 0))):
             if len(chosen) == 0:
                 continue
             where = self._to_device(chosen)
-            index = positions.token_index[where]
-            part = sample(logits[where], index, self._choice(chosen, stages[chosen], positions))
+            part = sample(logits[where], token_index[where], self._choice(chosen, stages[chosen], positions))
             sampled.tokens[where] = part.tokens
             sampled.errors[where] = part.errors
         return sampled
@@ -138,7 +151,7 @@ class SamplingSeats:
         """Count accepted tokens: int64 ``tokens`` ``[N]`` of ``seats`` ``[N]``, where ``valid`` bool ``[N]`` holds."""
         if self._counts is None:
             return
-        penalised = np.flatnonzero(self._stages[seats] & Stage.PENALTIES)
+        penalised = np.flatnonzero(self._stages[seats] & _PENALTIES)
         if len(penalised) == 0:
             return
         where = self._to_device(penalised)
@@ -148,10 +161,10 @@ class SamplingSeats:
 
     def _choice(self, chosen: IntArray, stages: IntArray, positions: Positions) -> Choice:
         seats = positions.seat[chosen]
-        noisy = bool(stages[0] & Stage.NOISE)
+        noisy = bool(stages[0] & _NOISE)
         used = int(np.bitwise_or.reduce(stages))
         truncation = None
-        if used & Stage.TRUNCATION:
+        if used & _TRUNCATION:
             truncation = Truncation(
                 self._to_device(self._top_k[seats]),
                 self._to_device(self._top_p[seats]),
@@ -160,8 +173,8 @@ class SamplingSeats:
         return Choice(
             temperature=self._to_device(self._temperature[seats]) if noisy else None,
             seed=self._to_device(self._seed[seats]) if noisy else None,
-            penalties=self._position_penalties(chosen, seats, positions) if used & Stage.PENALTIES else None,
-            adjustments=self._position_adjustments(seats) if used & Stage.ADJUSTMENTS else None,
+            penalties=self._position_penalties(chosen, seats, positions) if used & _PENALTIES else None,
+            adjustments=self._position_adjustments(seats) if used & _ADJUSTMENTS else None,
             truncation=truncation,
         )
 
@@ -170,27 +183,25 @@ class SamplingSeats:
         assert self._prompt_seen is not None
         where = self._to_device(seats)
         # A seat without penalties has neutral factors, whatever its counts are.
-        neutral = (self._stages[seats] & Stage.PENALTIES) == 0
+        neutral = (self._stages[seats] & _PENALTIES) == 0
         repetition, presence, frequency = self._penalties[:, seats]
         return Penalties(
             prompt_seen=self._prompt_seen[where],
             counts=self._counts[where],
-            preceding=self._preceding(chosen, positions),
+            preceding=self._preceding(chosen, positions.drafts),
             repetition=self._to_device(np.where(neutral, np.float32(1.0), repetition)),
             presence=self._to_device(np.where(neutral, np.float32(0.0), presence)),
             frequency=self._to_device(np.where(neutral, np.float32(0.0), frequency)),
         )
 
-    def _preceding(self, chosen: IntArray, positions: Positions) -> Tensor | None:
-        """The drafts before each position in its round: they end at the position's own input token."""
-        drafts, place = positions.draft[chosen], positions.place[chosen]
-        most = int(drafts.max())
-        if most == 0:
+    def _preceding(self, chosen: IntArray, drafts: RoundDrafts | None) -> Tensor | None:
+        """The drafts before each chosen position in its round, int64 ``[P, D]``, -1 where there is none."""
+        if drafts is None:
             return None
-        back = np.arange(most)
-        source = np.where(back < drafts[:, None], place[:, None] - back, -1)
-        where = self._to_device(source)
-        tokens = positions.tokens.to(torch.int64)[where.clamp(min=0)]
+        count, place = drafts.count[chosen], drafts.place[chosen]
+        back = np.arange(int(count.max()))
+        where = self._to_device(np.where(back < count[:, None], place[:, None] - back, -1))
+        tokens = drafts.tokens.to(torch.int64)[where.clamp(min=0)]
         return torch.where(where >= 0, tokens, -1)
 
     def _position_adjustments(self, seats: IntArray) -> Adjustments:

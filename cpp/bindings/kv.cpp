@@ -68,7 +68,7 @@ void bind_pool(nb::module_& m) {
       .def_ro("held", &Ledger::held, "Slots that a sequence or step holds.")
       .def_ro("leased", &Ledger::leased, "Slots that a lease holds and no sequence or step does.")
       .def_ro("total", &Ledger::total, "All slots.")
-      .def(nb::self == nb::self)
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__repr__", [](const Ledger& l) {
         return "Ledger(free=" + std::to_string(l.free) + ", cached=" + std::to_string(l.cached) +
                ", held=" + std::to_string(l.held) + ", leased=" + std::to_string(l.leased) +
@@ -97,9 +97,11 @@ void bind_pool(nb::module_& m) {
       .def(
           "release", [](Handle& h) { h.page.reset(); }, "Drops the handle. Releasing again does nothing.")
       .def("__bool__", [](const Handle& h) { return static_cast<bool>(h.page); })
-      .def("__enter__", [](nb::object self) { return self; })
       .def(
-          "__exit__", [](Handle& h, const nb::args&) { h.page.reset(); }, "args"_a)
+          "__enter__", [](nb::object self) { return self; }, nb::sig("def __enter__(self) -> PageRef"))
+      .def(
+          "__exit__", [](Handle& h, const nb::args&) { h.page.reset(); }, "args"_a,
+          nb::sig("def __exit__(self, *args: object) -> None"))
       .def("__repr__", [](const Handle& h) {
         return h.page ? "PageRef(slot=" + std::to_string(h.page.slot().value()) + ")"
                       : std::string("PageRef(released)");

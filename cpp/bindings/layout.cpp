@@ -167,7 +167,7 @@ void bind_specs(nb::module_& m) {
       .def_ro("dim", &TileSpec::dim, "Numbers per token and head (of a scale tile: scales).")
       .def_ro("replicated", &TileSpec::replicated, "Whether every rank holds all heads.")
       .def_prop_ro("row_bytes", &TileSpec::row_bytes, "Bytes of one token of one head.")
-      .def(nb::self == nb::self)
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__", [](const TileSpec& t) { return nb::hash(nb::str(repr(t).c_str())); })
       .def("__repr__", [](const TileSpec& t) { return repr(t); });
 
@@ -179,7 +179,7 @@ void bind_specs(nb::module_& m) {
           "size"_a = 1, "rank"_a = 0)
       .def_ro("size", &Shard::size, "Number of ranks.")
       .def_ro("rank", &Shard::rank, "This rank, from 0.")
-      .def(nb::self == nb::self)
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__", [](const Shard& s) { return nb::hash(nb::make_tuple(s.size, s.rank)); })
       .def("__repr__", [](const Shard& s) {
         return "Shard(size=" + std::to_string(s.size) + ", rank=" + std::to_string(s.rank) + ")";
@@ -217,12 +217,12 @@ void bind_view(nb::module_& m) {
           },
           "slot"_a, "head"_a, "sub_page"_a, "token"_a,
           "First byte of one token of one local head. Raises InvalidArgument for a coordinate out of range.")
-      .def("flat_ids", &flat_ids, "table"_a, "num_slots"_a, "head"_a = 0,
+      .def("flat_ids", &flat_ids, "table"_a.noconvert(), "num_slots"_a, "head"_a = 0,
            "Sub-page numbers for a kernel that sees the pool as one array of `sub_page_bytes` units.\n\n"
            "`table`: int32 slots `[..., pages]`, -1 where there is none. Returns int32 `[..., pages * sub_pages]` for "
            "local head `head`, -1 for -1. Raises InvalidArgument, saying why, unless the sub-page size divides the "
            "base offset and every stride, for a slot outside the pool, and for a number past 32 bits.")
-      .def(nb::self == nb::self)
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__repr__", [](const View& v) {
         return "View(layer=" + std::to_string(v.layer.value()) + ", role=" + std::string(name(v.role)) +
                ", dtype=" + std::string(name(v.dtype)) + ", heads=" + std::to_string(v.heads) +
@@ -289,8 +289,10 @@ void bind_cache_layout(nb::module_& m) {
       .def("content_digest", &CacheLayout::content_digest,
            "32 hex digits over what two peers must have in common to exchange pages: each tile's layer, role, dtype, "
            "global heads, dim and replication.")
-      .def("to_dict", &to_dict, "A dict of plain values that `from_dict` takes.")
-      .def_static("from_dict", &from_dict, "dict"_a,
+      .def("to_dict", &to_dict, nb::sig("def to_dict(self) -> dict[str, object]"),
+           "A dict of plain values that `from_dict` takes.")
+      .def_static("from_dict", &from_dict, "described"_a,
+                  nb::sig("def from_dict(described: dict[str, object]) -> CacheLayout"),
                   "The layout that a dict describes. Unknown keys are ignored; `replicated`, `shard` and `alignment` "
                   "have defaults; the version must be known. Raises InvalidArgument for a missing key or a value of "
                   "the wrong type, and names it.")

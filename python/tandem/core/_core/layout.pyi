@@ -81,7 +81,7 @@ class TileSpec:
     def row_bytes(self) -> int:
         """Bytes of one token of one head."""
 
-    def __eq__(self, arg: TileSpec, /) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
 
     def __hash__(self) -> int: ...
 
@@ -102,7 +102,7 @@ class Shard:
     def rank(self) -> int:
         """This rank, from 0."""
 
-    def __eq__(self, arg: Shard, /) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
 
     def __hash__(self) -> int: ...
 
@@ -186,7 +186,7 @@ class View:
         `table`: int32 slots `[..., pages]`, -1 where there is none. Returns int32 `[..., pages * sub_pages]` for local head `head`, -1 for -1. Raises InvalidArgument, saying why, unless the sub-page size divides the base offset and every stride, for a slot outside the pool, and for a number past 32 bits.
         """
 
-    def __eq__(self, arg: View, /) -> bool: ...
+    def __eq__(self, other: object, /) -> bool: ...
 
     def __repr__(self) -> str: ...
 
@@ -280,11 +280,11 @@ class CacheLayout:
         32 hex digits over what two peers must have in common to exchange pages: each tile's layer, role, dtype, global heads, dim and replication.
         """
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, object]:
         """A dict of plain values that `from_dict` takes."""
 
     @staticmethod
-    def from_dict(dict: dict) -> CacheLayout:
+    def from_dict(described: dict[str, object]) -> CacheLayout:
         """
         The layout that a dict describes. Unknown keys are ignored; `replicated`, `shard` and `alignment` have defaults; the version must be known. Raises InvalidArgument for a missing key or a value of the wrong type, and names it.
         """

@@ -58,7 +58,7 @@ struct RequestSpec {
   std::vector<TokenId> prompt;   // at least one token, all >= 0
   std::int32_t max_tokens = 16;  // tokens to generate at most, >= 1; cut where max_model_len is reached first
   std::int32_t priority = 0;     // lower goes first; ties by arrival
-  std::string salt;              // prefixes are shared only under equal salts
+  std::string salt = {};         // prefixes are shared only under equal salts
   bool speculate = true;         // false: its drafts are not proposed, its draft entries are still written
   bool synchronous = false;      // never planned while it has a step in flight (its masks need the host)
 };

@@ -80,6 +80,14 @@ class Text {
   std::vector<Mark> marks_;
 };
 
+inline std::vector<TokenId> make_prompt(std::int32_t length, std::uint64_t seed = 0) {
+  std::vector<TokenId> prompt;
+  for (std::int32_t i = 0; i < length; ++i) {
+    prompt.push_back(static_cast<TokenId>(mix(seed, static_cast<Mark>(i)) % Text::kVocabulary));
+  }
+  return prompt;
+}
+
 // What the device made of a step, before the host cuts it: per sampling row, the new tokens.
 struct DeviceResult {
   StepId step_id;

@@ -58,7 +58,7 @@ struct PlanCopy {
 
 struct RequestOptions {
   std::int32_t priority = 0;
-  std::string salt;
+  std::string salt = {};
   bool speculate = true;
   bool synchronous = false;
   TokenId stop_token = -1;      // the engine ends the request at this token
@@ -72,14 +72,6 @@ struct RequestRecord {
   std::vector<TokenId> output;
   std::optional<Terminal> terminal;
 };
-
-inline std::vector<TokenId> make_prompt(std::int32_t length, std::uint64_t seed = 0) {
-  std::vector<TokenId> prompt;
-  for (std::int32_t i = 0; i < length; ++i) {
-    prompt.push_back(static_cast<TokenId>(mix(seed, static_cast<Mark>(i)) % Text::kVocabulary));
-  }
-  return prompt;
-}
 
 class Harness {
  public:

@@ -176,12 +176,12 @@ def quantise_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes[:, 0::2] | codes[:, 1::2] << 4, scale, scale_2
 
 
-def transformers_model(text: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+def transformers_model(text: dict[str, Any], tensors: dict[str, Tensor], attention: str = "eager") -> Any:
     """Return transformers' model in fp32 with the same weights. Its experts and gate/up pairs are fused, gate first."""
     from transformers import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig  # slow to import
 
     config = MiniMaxM3VLTextConfig(**{key: value for key, value in text.items() if key != "architectures"})
-    config._attn_implementation = "eager"
+    config._attn_implementation = attention
     model = MiniMaxM3VLForCausalLM(config).float().eval()
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

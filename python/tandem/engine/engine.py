@@ -321,22 +321,16 @@ class Engine:
 
     def _apply(self, step: StepInFlight, results: Sequence[RowResult]) -> None:
         """Cut each row at its request's end, report to the scheduler, and pass on what it keeps."""
-        # A sequence that ended since the launch has no request any more; its row is listed but ignored.
-        requests = [
-            request if request is not None and request.seq_id in self._by_sequence else None
-            for request in (step.requests[row] for row in step.sampling_rows)
-        ]
+        requests = [step.requests[row] for row in step.sampling_rows]
         taken: list[Taken] = []
         finish = np.zeros(len(results), dtype=np.int32)
         for i, (request, result) in enumerate(zip(requests, results, strict=True)):
             if result.error is not _NO_ERROR:
-                if request is not None:
-                    request.fail(_SAMPLE_ERRORS[result.error])
+                request.fail(_SAMPLE_ERRORS[result.error])
                 taken.append(Taken(0, False, None))
                 finish[i] = _ERROR
                 continue
-            # The tokens of an ended request are skipped, whatever they are.
-            row = Taken(len(result.tokens), False, None) if request is None else request.take(result.tokens)
+            row = request.take(result.tokens)
             taken.append(row)
             if row.stops:
                 finish[i] = _STOP
@@ -348,8 +342,9 @@ class Engine:
         num_kept = events.num_tokens.tolist()
         ended = events.finish.tolist()
         for i, request in enumerate(requests):
-            if request is None or results[i].error is not _NO_ERROR:
+            if results[i].error is not _NO_ERROR:
                 continue
+            # A row whose sequence ended or was preempted since its launch keeps nothing.
             request.settle(results[i].tokens, taken[i], num_kept[i], results[i].logprobs)
             if num_kept[i] and not ended[i]:
                 request.emit(num_kept[i])

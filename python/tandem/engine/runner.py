@@ -75,7 +75,7 @@ class StepInFlight:
     """
 
     plan: sched.StepPlan
-    requests: list[Request | None]
+    requests: list[Request]
     sampling_rows: IntArray
     first_position: IntArray
     sampled: Sampled
@@ -130,10 +130,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: sched.StepPlan, requests: Mapping[int, Request]) -> StepInFlight:
-        """Start a step; ``requests`` by sequence id, without those that have ended."""
+        """Start a step; ``requests`` by sequence id."""
         start = time.perf_counter()
         rows = PlanRows.from_plan(plan)
-        row_requests = [requests.get(seq_id) for seq_id in plan.seq_id.tolist()]
+        row_requests = [requests[seq_id] for seq_id in plan.seq_id.tolist()]
         self._fill_fresh_seats(rows, row_requests)
         if self._before_step is not None:
             self._before_step(plan)
@@ -182,19 +182,18 @@ class ModelRunner:
         self.times.sample += time.perf_counter() - start
         return results
 
-    def _fill_fresh_seats(self, rows: PlanRows, requests: Sequence[Request | None]) -> None:
+    def _fill_fresh_seats(self, rows: PlanRows, requests: Sequence[Request]) -> None:
         for row in np.flatnonzero(rows.fresh).tolist():
             request = requests[row]
-            if request is not None:
-                request.mark_scheduled()
-                self._seats.fill(
-                    int(rows.seat[row]),
-                    request.params,
-                    request.seed,
-                    request.prompt_ids,
-                    request.output_ids,
-                    request.end_ids,
-                )
+            request.mark_scheduled()
+            self._seats.fill(
+                int(rows.seat[row]),
+                request.params,
+                request.seed,
+                request.prompt_ids,
+                request.output_ids,
+                request.end_ids,
+            )
 
     def _positions(self, rows: PlanRows, sampling_rows: IntArray) -> tuple[Positions, IntArray]:
         """The step's positions, and where each sampling row's begin ``[N+1]``."""
@@ -214,14 +213,14 @@ class ModelRunner:
         """The index of the token that each position of the derived step decides, int64 ``[L]``."""
         return self._meta.position.index_select(0, self._meta.logit_token).to(torch.int64) + 1
 
-    def _prompt_parts(self, rows: PlanRows, requests: Sequence[Request | None], hidden: Tensor) -> list[_PromptPart]:
+    def _prompt_parts(self, rows: PlanRows, requests: Sequence[Request], hidden: Tensor) -> list[_PromptPart]:
         """Log-probabilities of the prompt tokens that follow the tokens of context rows, where wanted."""
         parts: list[_PromptPart] = []
         if len(rows.token_ids) == 0:
             return parts
         row_start = np.cumsum(rows.query_len) - rows.query_len
         for row, request in enumerate(requests):
-            if request is None or request.params.prompt_logprobs is None or rows.kind[row] == _DECODE:
+            if request.params.prompt_logprobs is None or rows.kind[row] == _DECODE:
                 continue
             first_index = int(rows.first_index[row]) + 1
             count = min(int(rows.query_len[row]), len(request.prompt_ids) - first_index)
@@ -237,11 +236,11 @@ class ModelRunner:
         return parts
 
 
-def _wanted_logprobs(requests: Sequence[Request | None], first_position: IntArray) -> _Wanted | None:
+def _wanted_logprobs(requests: Sequence[Request], first_position: IntArray) -> _Wanted | None:
     positions: list[int] = []
     num_top: list[int] = []
     for i, request in enumerate(requests):
-        if request is not None and request.params.logprobs is not None:
+        if request.params.logprobs is not None:
             mine = range(int(first_position[i]), int(first_position[i + 1]))
             positions.extend(mine)
             num_top.extend([request.params.logprobs] * len(mine))

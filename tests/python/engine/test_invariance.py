@@ -11,8 +11,10 @@ import pytest
 
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.params import SamplingParams
+from tests.python.engine.byte_tokenizer import byte_tokenizer
 from tests.python.engine.scripted import VOCAB_SIZE, Collector, Rig, ScriptedModel, expected, make_rig
 
+TOKENIZER = byte_tokenizer()
 PROMPT = [100 + 7 * i % 150 for i in range(24)]
 
 
@@ -120,6 +122,15 @@ def test_penalties_survive_preemption() -> None:
     rig.run()
     assert victim.output.num_preemptions >= 1
     assert victim.output.token_ids == alone.token_ids
+
+
+def test_a_seat_keeps_nothing_of_its_last_owner() -> None:
+    """Penalties of the second request must not see the prompt or the text of the first."""
+    params = greedy(10, repetition_penalty=3.0, presence_penalty=1.0)
+    used = make_rig(max_seats=1)
+    used.generate([7, *expected(PROMPT, 10)], params)
+    fresh = make_rig(max_seats=1)
+    assert used.generate(PROMPT, params).token_ids == fresh.generate(PROMPT, params).token_ids
 
 
 def sampled(seed: int | None, **changes: object) -> SamplingParams:
@@ -271,17 +282,20 @@ class Interleaver:
 
 def check_outputs(interleaver: Interleaver) -> None:
     """What ran to its end equals the same request alone; what did not is a beginning of it."""
-    alone: dict[tuple[tuple[int, ...], int | None, int, float], list[int]] = {}
+    alone: dict[tuple[tuple[int, ...], int | None, int, float], RequestOutput] = {}
     for each, output in interleaver.finished:
         params = each.params
         key = (tuple(each.prompt), params.seed, params.max_tokens or 0, params.frequency_penalty)
         if key not in alone:
-            alone[key] = make_rig(num_slots=64).generate(each.prompt, params).token_ids
+            alone[key] = make_rig(num_slots=64, tokenizer=TOKENIZER).generate(each.prompt, params)
         if output.finish_reason == "length":
-            assert output.token_ids == alone[key]
+            assert (output.token_ids, output.text) == (alone[key].token_ids, alone[key].text)
         else:
             assert output.finish_reason == "error" or each.aborted
-            assert output.token_ids == alone[key][: len(output.token_ids)]
+            assert output.token_ids == alone[key].token_ids[: len(output.token_ids)]
+            assert alone[key].text.startswith(output.text)
+        if len(each.collector.deltas) > 1:
+            assert "".join(delta.text for delta in each.collector.deltas) == output.text
         streamed = [token for delta in each.collector.deltas for token in delta.token_ids]
         assert streamed == output.token_ids or len(each.collector.deltas) == 1
 
@@ -299,10 +313,12 @@ def interleave(seed: int, num_events: int) -> Interleaver:
         overlap=rng.random() < 0.5,
         watermark_pages=rng.choice([0, 1]),
         enable_prefix_cache=rng.random() < 0.8,
+        tokenizer=TOKENIZER,
     )
     # A pool of small pages may hold less than the longest request; the engine then cuts it there, as it does alone.
     if rig.scheduler.config.max_sequence_tokens < 30:
-        rig = make_rig(num_slots=16, tokens_per_page=2, max_model_len=30, overlap=rng.random() < 0.5)
+        overlap = rng.random() < 0.5
+        rig = make_rig(num_slots=16, tokens_per_page=2, max_model_len=30, overlap=overlap, tokenizer=TOKENIZER)
     interleaver = Interleaver(rig, rng, prompts)
     interleaver.run(num_events)
     check_outputs(interleaver)

@@ -135,6 +135,9 @@ def test_top_k_of_equal_logits_keeps_exactly_k_lowest_ids_first() -> None:
 def test_truncation_that_cuts_nothing_changes_no_bit() -> None:
     logits = torch.randn(4, 3001, generator=torch.Generator().manual_seed(2))
     assert torch.equal(truncate(logits, truncation(4, top_k=3001)), logits)
+    # The first token's probability rounds to 1, and the others must still be there.
+    steep = torch.tensor([[0.0, -40.0, -50.0]])
+    assert torch.equal(truncate(steep, truncation(1)), steep)
 
 
 def test_the_most_likely_token_survives_every_truncation() -> None:
@@ -145,7 +148,7 @@ def test_the_most_likely_token_survives_every_truncation() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-4, 1e30])
 def test_extreme_temperatures_stay_finite(temperature: float) -> None:
-    logits = torch.tensor([[3.0, 9.0, -40.0, 8.9]])
+    logits = torch.tensor([[8.9, 9.0, -40.0, 3.0]])
     sampled = sample(logits, torch.tensor([4]), noisy(1, temperature=temperature))
     assert sampled.errors.tolist() == [0]
     if temperature < 1:

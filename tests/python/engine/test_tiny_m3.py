@@ -6,13 +6,16 @@ Equal log-probabilities of the twenty best ids, each of which depends on every l
 import itertools
 from dataclasses import replace
 from functools import lru_cache
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from tandem.core import cpu, layout
 from tandem.engine.outputs import RequestOutput, TokenLogprobs
 from tandem.engine.params import SamplingParams
+from tandem.engine.poison import PoolPoison
 from tests.python.engine.tiny_m3 import VOCAB_SIZE, TinyRig, Variation, make_tiny_rig
 
 PROMPT = [(5 + 37 * i) % VOCAB_SIZE for i in range(24)]
@@ -116,6 +119,17 @@ def test_memory_that_nobody_wrote_is_never_read() -> None:
     assert result(rig.generate(PROMPT, GREEDY)) == alone("greedy", 4)
     clean = make_tiny_rig(Variation(num_slots=24, chunk=7, poison=False))
     assert result(clean.generate(PROMPT, GREEDY)) == alone("greedy", 4)
+
+
+def test_poison_fills_what_is_handed_out_for_writing_and_leaves_hits_alone() -> None:
+    pool = torch.zeros(4 * 8, dtype=torch.uint8)
+    poison = PoolPoison(pool, slot_bytes=8, tokens_per_page=4)
+    assert torch.isnan(pool.view(torch.float32)).all()
+    pool.zero_()
+    # Seat 5 has a hit of one page, slot 0, and gets slot 2 to write its tokens from index 4 on.
+    changes = np.array([[5, 0, 0], [5, 1, 2]], dtype=np.int32)
+    poison(SimpleNamespace(seat=np.array([5]), write_from=np.array([4]), table_changes=changes))
+    assert torch.isnan(pool.view(torch.float32)).view(4, 2).all(dim=1).tolist() == [False, False, True, False]
 
 
 def test_the_poison_is_seen_when_it_is_read() -> None:

@@ -17,9 +17,9 @@ class InvalidArgument : public std::invalid_argument {
 }  // namespace tandem
 
 // Checks an internal invariant. Never for input: that is InvalidArgument.
-#define TANDEM_CHECK(condition, message)                                        \
-  do {                                                                          \
-    if (!(condition)) [[unlikely]] {                                            \
-      ::tandem::check_failed(__FILE__, __LINE__, #condition, (message));        \
-    }                                                                           \
+#define TANDEM_CHECK(condition, message)                                 \
+  do {                                                                   \
+    if (!(condition)) [[unlikely]] {                                     \
+      ::tandem::check_failed(__FILE__, __LINE__, #condition, (message)); \
+    }                                                                    \
   } while (false)

@@ -7,7 +7,8 @@
 
 namespace tandem {
 
-// An integer that only mixes with its own kind. `Tag` names the kind; conversion to and from plain integers is explicit.
+// An integer that only mixes with its own kind. `Tag` names the kind; conversion to and from plain integers is
+// explicit.
 template <typename Tag, typename Rep>
 class StrongId {
  public:

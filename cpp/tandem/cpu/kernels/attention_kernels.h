@@ -36,34 +36,35 @@ void prepare_query(DType dtype, const void* query, std::int64_t dim, DType cache
 }
 
 // Lane r * (width / R) + j of the result is queries[r] . keys[j]. A product is a chain over the groups in each lane and
-// then the tree of reduce_add, whichever tile it is part of.
-template <class S, class T, int R>
-typename S::F dot_tile(const float* const queries[R], const T* const keys[S::width / R], std::int64_t dim) {
+// then the tree of reduce_add, whichever tile it is part of. `Whole`: dim is a multiple of the group.
+template <class S, class T, int R, bool Whole>
+[[gnu::always_inline]] inline typename S::F dot_tile(const float* const queries[R], const T* const keys[S::width / R],
+                                                     std::int64_t dim) {
   using F = typename S::F;
   constexpr int K = S::width / R;
   constexpr std::int64_t group = 2 * S::width;
   F sum[S::width];
+#pragma GCC unroll 16
   for (int i = 0; i < S::width; ++i) sum[i] = S::zero();
-  std::int64_t at = 0;
-  for (; at + group <= dim; at += group) {
+  for (std::int64_t at = 0; at < dim; at += group) {
     F lo[R], hi[R];
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       lo[r] = S::load(queries[r] + at);
       hi[r] = S::load(queries[r] + at + S::width);
     }
+#pragma GCC unroll 16
     for (int j = 0; j < K; ++j) {
-      const typename S::Pair key = S::load_pair(keys[j] + at);
-      for (int r = 0; r < R; ++r) sum[r * K + j] = S::fma(key.lo, lo[r], sum[r * K + j]);
-      for (int r = 0; r < R; ++r) sum[r * K + j] = S::fma(key.hi, hi[r], sum[r * K + j]);
-    }
-  }
-  if (at < dim) {
-    for (int j = 0; j < K; ++j) {
-      const typename S::Pair key = load_pair_part<S>(keys[j] + at, dim - at);
-      for (int r = 0; r < R; ++r) {
-        sum[r * K + j] = S::fma(key.lo, S::load(queries[r] + at), sum[r * K + j]);
-        sum[r * K + j] = S::fma(key.hi, S::load(queries[r] + at + S::width), sum[r * K + j]);
+      typename S::Pair key;
+      if constexpr (Whole) {
+        key = S::load_pair(keys[j] + at);
+      } else {
+        key = at + group <= dim ? S::load_pair(keys[j] + at) : load_pair_part<S>(keys[j] + at, dim - at);
       }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[r * K + j] = S::fma(key.lo, lo[r], sum[r * K + j]);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[r * K + j] = S::fma(key.hi, hi[r], sum[r * K + j]);
     }
   }
   return S::reduce_tile(sum);
@@ -71,7 +72,7 @@ typename S::F dot_tile(const float* const queries[R], const T* const keys[S::wid
 
 // Calls sink(row, key, valid keys, products) for tiles of R rows. Key places past the run repeat its last key, so
 // nothing else is read.
-template <class S, class T, int R, class Sink>
+template <class S, class T, int R, bool Whole, class Sink>
 void dot_rows(const QueryRows& queries, std::int64_t row, const CacheRun& keys, std::int64_t dim, Sink& sink) {
   constexpr int K = S::width / R;
   const float* q[R];
@@ -79,24 +80,34 @@ void dot_rows(const QueryRows& queries, std::int64_t row, const CacheRun& keys, 
   for (std::int64_t key = 0; key < keys.count; key += K) {
     const T* at[K];
     const std::int64_t valid = keys.count - key < K ? keys.count - key : K;
+#pragma GCC unroll 16
     for (int j = 0; j < K; ++j) {
       const std::int64_t index = key + (j < valid ? j : valid - 1);
       at[j] = reinterpret_cast<const T*>(static_cast<const char*>(keys.data) + index * keys.stride);
     }
-    sink(Int<R>{}, row, key, valid, dot_tile<S, T, R>(q, at, dim));
+    sink(Int<R>{}, row, key, valid, dot_tile<S, T, R, Whole>(q, at, dim));
   }
+}
+
+template <class S, class T, bool Whole, class Sink>
+void dot_tiles(const QueryRows& queries, const CacheRun& keys, std::int64_t dim, Sink& sink) {
+  std::int64_t row = 0;
+  for (; row + S::dot_rows <= queries.count; row += S::dot_rows) {
+    dot_rows<S, T, S::dot_rows, Whole>(queries, row, keys, dim, sink);
+  }
+  if constexpr (S::dot_rows > 2) {
+    for (; row + 2 <= queries.count; row += 2) dot_rows<S, T, 2, Whole>(queries, row, keys, dim, sink);
+  }
+  for (; row < queries.count; ++row) dot_rows<S, T, 1, Whole>(queries, row, keys, dim, sink);
 }
 
 template <class S, class T, class Sink>
 void dot_all(const QueryRows& queries, const CacheRun& keys, std::int64_t dim, Sink sink) {
-  std::int64_t row = 0;
-  for (; row + S::dot_rows <= queries.count; row += S::dot_rows) {
-    dot_rows<S, T, S::dot_rows>(queries, row, keys, dim, sink);
+  if (dim % (2 * S::width) == 0) {
+    dot_tiles<S, T, true>(queries, keys, dim, sink);
+  } else {
+    dot_tiles<S, T, false>(queries, keys, dim, sink);
   }
-  if constexpr (S::dot_rows > 2) {
-    for (; row + 2 <= queries.count; row += 2) dot_rows<S, T, 2>(queries, row, keys, dim, sink);
-  }
-  for (; row < queries.count; ++row) dot_rows<S, T, 1>(queries, row, keys, dim, sink);
 }
 
 template <class S, class T>

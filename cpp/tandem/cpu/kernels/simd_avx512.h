@@ -80,7 +80,9 @@ struct Simd {
   // Lane i of the result is reduce_add(v[i]): the same tree, lanes 8, 4, 2 and 1 apart, for sixteen vectors at once.
   static F reduce_tile(const F v[width]) {
     F eight[8], four[4];
+#pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) eight[i] = halves(v[i], v[i + 8]);
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) four[i] = quarters(eight[i], eight[i + 4]);
     return singles(doubles(four[0], four[2]), doubles(four[1], four[3]));
   }

@@ -58,11 +58,8 @@ std::int64_t SequencePages::pages_to_grow(std::int64_t num_tokens) const {
   return std::max<std::int64_t>(num_needed - num_pages(), 0);
 }
 
-bool SequencePages::grow(std::int64_t num_tokens) {
+bool SequencePages::grow_by_pages(std::int64_t num_tokens) {
   const std::int64_t num_new = pages_to_grow(num_tokens);
-  if (num_new == 0) {
-    return true;
-  }
   const std::int64_t num_short = num_new - pool_->num_free();
   if (num_short > 0) {
     if (tree_ == nullptr || num_short > tree_->num_evictable()) {
@@ -82,23 +79,18 @@ bool SequencePages::grow(std::int64_t num_tokens) {
   return true;
 }
 
-void SequencePages::set_computed(std::int64_t num_tokens) {
-  if (num_tokens < computed_ || num_tokens > capacity()) {
-    throw InvalidArgument("computed is " + std::to_string(num_tokens) + ", must be from " + std::to_string(computed_) +
-                          " (its value so far) to " + std::to_string(capacity()) + " (the capacity)");
-  }
-  computed_ = num_tokens;
+void SequencePages::refuse_computed(std::int64_t num_tokens) const {
+  throw InvalidArgument("computed is " + std::to_string(num_tokens) + ", must be from " + std::to_string(computed_) +
+                        " (its value so far) to " + std::to_string(capacity()) + " (the capacity)");
 }
 
-void SequencePages::commit(std::span<const TokenId> tokens) {
-  if (static_cast<std::int64_t>(tokens.size()) < computed_) {
-    throw InvalidArgument("commit is given " + std::to_string(tokens.size()) + " tokens, needs the " +
-                          std::to_string(computed_) + " computed ones");
-  }
+void SequencePages::refuse_tokens(std::size_t num_tokens) const {
+  throw InvalidArgument("commit is given " + std::to_string(num_tokens) + " tokens, needs the " +
+                        std::to_string(computed_) + " computed ones");
+}
+
+void SequencePages::commit_full_pages(std::span<const TokenId> tokens) {
   const std::int64_t num_full = computed_ / tokens_per_page_;
-  if (committed_ == num_full * tokens_per_page_) {
-    return;
-  }
   // Hashed before anything changes: tokens that cannot be hashed are refused here.
   (void)hashes_.extend(tokens.first(static_cast<std::size_t>(num_full * tokens_per_page_)));
   committed_ = num_full * tokens_per_page_;

@@ -36,18 +36,30 @@ class SequencePages {
 
   // Makes room for `num_tokens` tokens in all, evicting from the tree what free pages do not cover. All or nothing:
   // false if free and evictable pages do not suffice, and then nothing has changed.
-  [[nodiscard]] bool grow(std::int64_t num_tokens);
+  [[nodiscard]] bool grow(std::int64_t num_tokens) { return num_tokens <= capacity() || grow_by_pages(num_tokens); }
   // Pages that `grow(num_tokens)` would have to obtain.
   [[nodiscard]] std::int64_t pages_to_grow(std::int64_t num_tokens) const;
 
   // A completed step wrote the entries below `num_tokens`: never less than before, never above capacity
   // (else InvalidArgument).
-  void set_computed(std::int64_t num_tokens);
+  void set_computed(std::int64_t num_tokens) {
+    if (num_tokens < computed_ || num_tokens > capacity()) [[unlikely]] {
+      refuse_computed(num_tokens);
+    }
+    computed_ = num_tokens;
+  }
   // Offers every full page below `computed` to the tree. `tokens` are the sequence's tokens from 0, at least `computed`
   // of them, the same as in earlier calls: throws InvalidArgument for fewer, or for a negative token. Pages that the
   // tree has already keep their own slots here, and those behind them wait for `enter_all`, unless the tree's copy goes
   // first.
-  void commit(std::span<const TokenId> tokens);
+  void commit(std::span<const TokenId> tokens) {
+    if (static_cast<std::int64_t>(tokens.size()) < computed_) [[unlikely]] {
+      refuse_tokens(tokens.size());
+    }
+    if (computed_ - committed_ >= tokens_per_page_) {
+      commit_full_pages(tokens);
+    }
+  }
   // Enters the committed pages that wait, below the tree's copies. To be called right before a release: until then the
   // copies could not be evicted.
   void enter_all(std::span<const TokenId> tokens);
@@ -74,6 +86,10 @@ class SequencePages {
 
  private:
   void start();
+  [[nodiscard]] bool grow_by_pages(std::int64_t num_tokens);
+  [[noreturn]] void refuse_computed(std::int64_t num_tokens) const;
+  [[noreturn]] void refuse_tokens(std::size_t num_tokens) const;
+  void commit_full_pages(std::span<const TokenId> tokens);
   void enter(std::span<const TokenId> tokens, bool below_copies);
 
   PagePool* pool_;

@@ -9,6 +9,15 @@ namespace {
 
 bool is_reason(std::int32_t code) { return code >= 0 && code < static_cast<std::int32_t>(kNumFinishReasons); }
 
+bool is_possible(const StepResult& result, std::size_t sample, std::int32_t num_drafts) {
+  const std::int32_t tokens = result.num_tokens[sample];
+  const std::int32_t accepted = result.num_accepted[sample];
+  const std::int32_t finish = result.finish[sample];
+  const bool ends = finish != static_cast<std::int32_t>(FinishReason::None);
+  return accepted >= 0 && accepted <= num_drafts && is_reason(finish) &&
+         (tokens == accepted + 1 || (ends && tokens == accepted));
+}
+
 [[noreturn]] void refuse(StepId step_id, std::size_t sample, const std::string& what) {
   throw InvalidArgument("complete: step " + std::to_string(step_id.value()) + ", sampling row " +
                         std::to_string(sample) + ": " + what);
@@ -38,57 +47,72 @@ void Scheduler::require_possible(const StepPlan& plan, const StepResult& result)
                           std::to_string(result.num_accepted.size()) + " num_accepted and " +
                           std::to_string(result.finish.size()) + " finish");
   }
-  std::size_t num_tokens = 0;
-  std::size_t sample = 0;
-  for (std::size_t row = 0; row < plan.sequences_.size(); ++row) {
+  // All rows at once first, without a look at their sequences: the usual case.
+  bool possible = std::ranges::none_of(result.tokens, [](TokenId id) { return id < 0; });
+  std::int64_t num_tokens = 0;
+  for (std::size_t row = 0, sample = 0; row < plan.sequences_.size(); ++row) {
+    if (plan.samples_[row] != 0) {
+      possible &= is_possible(result, sample, plan.num_drafts_[row]);
+      num_tokens += result.num_tokens[sample];
+      ++sample;
+    }
+  }
+  if (!possible) {
+    explain_impossible(plan, result);
+  }
+  if (static_cast<std::int64_t>(result.tokens.size()) != num_tokens) {
+    throw InvalidArgument("complete: step " + std::to_string(plan.step_id().value()) + ": num_tokens add up to " +
+                          std::to_string(num_tokens) + ", got " + std::to_string(result.tokens.size()) + " tokens");
+  }
+}
+
+// Throws for the first row that is wrong. Rows of dropped epochs may say what they like, as long as their tokens can be
+// skipped.
+void Scheduler::explain_impossible(const StepPlan& plan, const StepResult& result) const {
+  std::size_t token = 0;
+  for (std::size_t row = 0, sample = 0; row < plan.sequences_.size(); ++row) {
     if (plan.samples_[row] == 0) {
       continue;
     }
+    const std::int32_t num_drafts = plan.num_drafts_[row];
     const std::int32_t tokens = result.num_tokens[sample];
     const std::int32_t accepted = result.num_accepted[sample];
     const std::int32_t finish = result.finish[sample];
-    const std::int32_t most = 1 + plan.num_drafts_[row];
-    if (tokens < 0 || tokens > most) {
+    if (tokens < 0 || tokens > 1 + num_drafts) {
       refuse(plan.step_id(), sample,
-             "num_tokens is " + std::to_string(tokens) + ", must be 0 to " + std::to_string(most));
+             "num_tokens is " + std::to_string(tokens) + ", must be 0 to " + std::to_string(1 + num_drafts));
     }
     if (plan.sequences_[row]->epoch == plan.epoch_[row]) {
       if (!is_reason(finish)) {
         refuse(plan.step_id(), sample, "finish is " + std::to_string(finish) + ", which is no reason's code");
       }
-      const bool goes_on = finish == static_cast<std::int32_t>(FinishReason::None);
-      if (accepted < 0 || (tokens != accepted + 1 && (goes_on || tokens != accepted)) ||
-          accepted > plan.num_drafts_[row]) {
+      if (!is_possible(result, sample, num_drafts)) {
         refuse(plan.step_id(), sample,
                "num_tokens is " + std::to_string(tokens) + " and num_accepted " + std::to_string(accepted) + " of " +
-                   std::to_string(plan.num_drafts_[row]) +
+                   std::to_string(num_drafts) +
                    " drafts; num_tokens must be num_accepted + 1, or num_accepted where the request ends");
       }
       for (std::int32_t i = 0; i < tokens; ++i) {
-        if (const std::size_t at = num_tokens + static_cast<std::size_t>(i);
+        if (const std::size_t at = token + static_cast<std::size_t>(i);
             at < result.tokens.size() && result.tokens[at] < 0) {
           refuse(plan.step_id(), sample,
                  "token " + std::to_string(i) + " is " + std::to_string(result.tokens[at]) + ", must be at least 0");
         }
       }
     }
-    num_tokens += static_cast<std::size_t>(tokens);
+    token += static_cast<std::size_t>(tokens);
     ++sample;
-  }
-  if (result.tokens.size() != num_tokens) {
-    throw InvalidArgument("complete: step " + std::to_string(plan.step_id().value()) + ": num_tokens add up to " +
-                          std::to_string(num_tokens) + ", got " + std::to_string(result.tokens.size()) + " tokens");
   }
 }
 
-void Scheduler::begin_events(StepId step_id) {
+void Scheduler::begin_events(StepId step_id, std::size_t num_rows) {
   events_.step_id = step_id;
-  events_.seq_id.clear();
-  events_.valid.clear();
-  events_.num_tokens.clear();
-  events_.num_accepted.clear();
-  events_.num_drafts.clear();
-  events_.finish.clear();
+  events_.seq_id.resize(num_rows);
+  events_.valid.resize(num_rows);
+  events_.num_tokens.resize(num_rows);
+  events_.num_accepted.resize(num_rows);
+  events_.num_drafts.resize(num_rows);
+  events_.finish.resize(num_rows);
   events_.terminals.clear();
 }
 
@@ -97,7 +121,7 @@ const StepEvents& Scheduler::complete(const StepResult& result) {
   require_oldest(result.step_id, "complete");
   StepPlan& plan = step(result.step_id);
   require_possible(plan, result);
-  begin_events(result.step_id);
+  begin_events(result.step_id, static_cast<std::size_t>(plan.num_sampling_rows()));
   std::size_t sample = 0;
   std::size_t token = 0;
   for (std::size_t row = 0; row < plan.sequences_.size(); ++row) {
@@ -131,14 +155,14 @@ void Scheduler::complete_sampling_row(const StepPlan& plan, std::size_t row, con
                                       std::size_t sample, std::span<const TokenId> tokens) {
   Sequence& sequence = *plan.sequences_[row];
   const bool valid = sequence.epoch == plan.epoch_[row];
-  events_.seq_id.push_back(plan.seq_id_[row]);
-  events_.valid.push_back(valid ? 1 : 0);
+  events_.seq_id[sample] = plan.seq_id_[row];
+  events_.valid[sample] = valid ? 1 : 0;
   if (!valid) {
     ++counters_.num_dropped_rows;
-    for (std::vector<std::int32_t>* column :
-         {&events_.num_tokens, &events_.num_accepted, &events_.num_drafts, &events_.finish}) {
-      column->push_back(0);
-    }
+    events_.num_tokens[sample] = 0;
+    events_.num_accepted[sample] = 0;
+    events_.num_drafts[sample] = 0;
+    events_.finish[sample] = 0;
     return;
   }
   --sequence.num_rows_in_flight;
@@ -154,7 +178,9 @@ void Scheduler::complete_sampling_row(const StepPlan& plan, std::size_t row, con
   if (!gave_up && (num_tokens > room || (num_tokens == room && reason == FinishReason::None))) {
     reason = FinishReason::Length;
   }
-  sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.begin() + num_kept);
+  for (const TokenId token : tokens.first(static_cast<std::size_t>(num_kept))) {
+    sequence.tokens.push_back(token);
+  }
   // A row that the engine gave up may have written anything: none of it is shared.
   if (!gave_up) {
     const bool is_context = plan.kind_[row] == static_cast<std::int32_t>(RowKind::Context);
@@ -167,10 +193,10 @@ void Scheduler::complete_sampling_row(const StepPlan& plan, std::size_t row, con
     }
   }
 
-  events_.num_tokens.push_back(num_kept);
-  events_.num_accepted.push_back(num_accepted);
-  events_.num_drafts.push_back(num_drafts);
-  events_.finish.push_back(static_cast<std::int32_t>(reason));
+  events_.num_tokens[sample] = num_kept;
+  events_.num_accepted[sample] = num_accepted;
+  events_.num_drafts[sample] = num_drafts;
+  events_.finish[sample] = static_cast<std::int32_t>(reason);
   counters_.num_generated_tokens += num_kept;
   if (num_drafts > 0) {
     ++counters_.num_rounds;
@@ -186,7 +212,7 @@ const StepEvents& Scheduler::fail(StepId step_id) {
   require_thread();
   require_oldest(step_id, "fail");
   StepPlan& plan = step(step_id);
-  begin_events(step_id);
+  begin_events(step_id, 0);
   for (std::size_t row = 0; row < plan.sequences_.size(); ++row) {
     Sequence& sequence = *plan.sequences_[row];
     if (sequence.epoch == plan.epoch_[row]) {

@@ -37,10 +37,10 @@ const StepPlan* Scheduler::plan() {
   }
 
   prefill_gap_ = prefill_waits && !prefill_served_ ? prefill_gap_ + 1 : 0;
-  if (config_.draft_len > 0) {
-    plan.propose_drafts_ = plan.num_sampling_rows() <= config_.max_speculating_rows;
+  plan.propose_drafts_ = config_.draft_len > 0 && plan.num_sampling_rows() <= config_.max_speculating_rows;
+  if (!plan.propose_drafts_) {
     for (Sequence* each : plan.sequences_) {
-      each->has_drafts = plan.propose_drafts_;
+      each->has_drafts = false;
     }
   }
   ++counters_.num_planned_steps;
@@ -65,6 +65,7 @@ void Scheduler::mark_planned(const StepPlan& plan, Sequence& sequence, bool samp
   sequence.last_step = plan.step_id();
   ++sequence.num_rows_in_flight;
   sequence.num_samples_in_flight += samples ? 1 : 0;
+  sequence.has_drafts = samples;  // taken back where the step turns out not to propose any
   sequence.fresh = false;
 }
 

@@ -134,7 +134,8 @@ class Scheduler {
   // Completion.
   void require_oldest(StepId step_id, const char* call) const;
   void require_possible(const StepPlan& plan, const StepResult& result) const;
-  void begin_events(StepId step_id);
+  void explain_impossible(const StepPlan& plan, const StepResult& result) const;
+  void begin_events(StepId step_id, std::size_t num_rows);
   void complete_row(const StepPlan& plan, std::size_t row);
   void complete_sampling_row(const StepPlan& plan, std::size_t row, const StepResult& result, std::size_t sample,
                              std::span<const TokenId> tokens);

@@ -73,28 +73,7 @@ void StepPlan::add_token_ids(std::span<const TokenId> ids, bool last_from_device
   }
 }
 
-void StepPlan::add_row(Sequence& sequence, RowKind kind, std::int32_t first_index, std::int32_t query_len,
-                       std::int32_t write_from, std::int32_t num_drafts, bool samples) {
-  TANDEM_CHECK(num_rows_ < limits_.max_rows, "a step has more rows than seats");
-  const std::int32_t r = num_rows_++;
-  seq_id_[r] = sequence.key.seq_id.value();
-  epoch_[r] = sequence.epoch;
-  seat_[r] = sequence.seat.value();
-  kind_[r] = static_cast<std::int32_t>(kind);
-  first_index_[r] = first_index;
-  query_len_[r] = query_len;
-  write_from_[r] = write_from;
-  num_drafts_[r] = num_drafts;
-  max_length_[r] = sequence.max_length;
-  samples_[r] = samples ? 1 : 0;
-  fresh_[r] = sequence.fresh ? 1 : 0;
-  token_offsets_[r + 1] = num_token_ids_;
-  sequences_.push_back(&sequence);
-  num_sampling_rows_ += samples ? 1 : 0;
-  num_tokens_ += query_len;
-}
-
-void StepPlan::add_table_changes(Sequence& sequence) {
+void StepPlan::list_new_pages(Sequence& sequence) {
   const auto num_pages = static_cast<std::int32_t>(sequence.pages.num_pages());
   TANDEM_CHECK(num_pages - sequence.num_listed_pages <= table_changes_left(),
                "a step changes more table entries than it has room for");

@@ -17,7 +17,8 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; ``argv`` without its name, those of the process if None. Returns the exit code."""
-    arguments = make_parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = make_parser(given[0] if given else "").parse_args(given)
     try:
         code: int = arguments.run(arguments)
     except KeyboardInterrupt:
@@ -34,12 +35,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The whole command line. Making it loads nothing heavy."""
+def make_parser(command: str = "") -> argparse.ArgumentParser:
+    """The command line; of ``bench``, whose options need torch to be told, only where it is the ``command``.
+
+    Otherwise nothing heavy is loaded.
+    """
     parser = argparse.ArgumentParser(prog="tandem", description="Serve and try MiniMax-M3 models.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(subparsers)
     add_eval(subparsers)
+    if command == "bench":
+        from tandem.bench.command import add_parser as add_bench
+
+        add_bench(subparsers)
+    else:
+        subparsers.add_parser("bench", help="measure against other software")
     inspect = subparsers.add_parser("inspect", help="what a model is and what serving it takes")
     inspect.add_argument("model", help="a model folder, or demo")
     inspect.add_argument("--kv-dtype", default="bfloat16", help="type of cached keys and values (default %(default)s)")

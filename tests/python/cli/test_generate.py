@@ -220,6 +220,14 @@ def test_help_loads_nothing_heavy() -> None:
         assert heavy not in loaded
 
 
+@pytest.mark.parametrize("command", [[], ["generate"], ["eval"], ["inspect"], ["bench"]])
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    assert "usage: tandem" in capsys.readouterr().out
+
+
 def test_the_program_streams_and_exits_with_its_code(folder: Path) -> None:
     command = [sys.executable, "-m", "tandem.cli", "generate", "--model", str(folder), "--num-threads", "1"]
     good = subprocess.run([*command, "--prompt", "x", "--max-tokens", "3"], capture_output=True, text=True, check=False)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.core import cpu
 from tandem.msa.limits import LimitError, Limits
 from tandem.msa.plan_rows import Int32Array, PlanRows, RowKind
 from tandem.msa.staging import Staging
@@ -33,6 +34,7 @@ _BOUND_FIELDS = (
     "_row_first",  # a length may not exceed it ...
     "_row_floor",  # ... nor stay below: first_index where the row is fresh, else 0
     "_row_ceiling",  # a length above it is a fault of the plan: first_index, unlimited where the row is fresh
+    "_row_write_from",
 )
 _TOKEN_FIELDS = (
     "token_row",
@@ -42,12 +44,20 @@ _TOKEN_FIELDS = (
     "_token_source",  # place in SeatState.tokens
     "_token_from_seat",  # 1 where the seat has the id, 0 where the plan has it
     "_token_plan_id",
-    "_token_write_from",
     "_token_max_length",
 )
 _SAMPLE_FIELDS = ("sample_row", "sample_seat", "_sample_drafts", "logit_start")
 _DERIVED_ROWS = ("row_length", "_seat_length")
-_DERIVED_TOKENS = ("token_ids", "position", "write_index", "kv_len", "num_valid_blocks", "_end", "_index")
+_DERIVED_TOKENS = (
+    "token_ids",
+    "position",
+    "write_index",
+    "kv_len",
+    "num_valid_blocks",
+    "_end",
+    "_index",
+    "_write_from",
+)
 (
     _ROW_SEAT,
     _ROW_KIND,
@@ -57,7 +67,7 @@ _DERIVED_TOKENS = ("token_ids", "position", "write_index", "kv_len", "num_valid_
     _ROW_ADVANCE,
     _QUERY_START,
 ) = range(len(_ROW_FIELDS))
-_ROW_FIRST, _ROW_FLOOR, _ROW_CEILING = range(len(_BOUND_FIELDS))
+_ROW_FIRST, _ROW_FLOOR, _ROW_CEILING, _ROW_WRITE_FROM = range(len(_BOUND_FIELDS))
 (
     _TOKEN_ROW,
     _TOKEN_SEAT,
@@ -66,7 +76,6 @@ _ROW_FIRST, _ROW_FLOOR, _ROW_CEILING = range(len(_BOUND_FIELDS))
     _TOKEN_SOURCE,
     _TOKEN_FROM_SEAT,
     _TOKEN_PLAN_ID,
-    _TOKEN_WRITE_FROM,
     _TOKEN_MAX_LENGTH,
 ) = range(len(_TOKEN_FIELDS))
 _SAMPLE_ROW, _SAMPLE_SEAT, _SAMPLE_DRAFTS, _LOGIT_START = range(len(_SAMPLE_FIELDS))
@@ -128,13 +137,14 @@ class StepMetadata:
     _row_first: Tensor
     _row_floor: Tensor
     _row_ceiling: Tensor
+    _row_write_from: Tensor
     _row_advance: Tensor
     _seat_length: Tensor
     _token_end: Tensor
     _token_source: Tensor
     _token_from_seat: Tensor
     _token_plan_id: Tensor
-    _token_write_from: Tensor
+    _write_from: Tensor
     _token_max_length: Tensor
     _end: Tensor
     _index: Tensor
@@ -162,6 +172,7 @@ class StepMetadata:
         self._one = torch.ones((), dtype=torch.int32, device=self.device)
         self._nowhere = torch.full((), -1, dtype=torch.int32, device=self.device)
         self._decode_rows_staged: tuple[object, ...] = ()
+        self._any_fresh = False
         self._bind(0, 0, 0, 0)
 
     def stage(self, rows: PlanRows, state: SeatState, *, pad_rows: int = 0, pad_tokens: int = 0) -> None:
@@ -171,8 +182,8 @@ class StepMetadata:
         """
         same_rows: tuple[object, ...] = ()
         if len(rows.token_ids) == 0:
-            line = (rows.seat, rows.kind, rows.query_len, rows.write_from, rows.num_drafts, rows.max_length)
-            same_rows = (pad_rows, pad_tokens, *(array.tobytes() for array in (*line, rows.samples, rows.fresh)))
+            lines = (rows.seat, rows.kind, rows.query_len, rows.num_drafts, rows.max_length, rows.samples, rows.fresh)
+            same_rows = (pad_rows, pad_tokens, *(line.tobytes() for line in lines))
         if not same_rows or same_rows != self._decode_rows_staged:
             self._decode_rows_staged = ()
             self._stage_all(rows, state.padding_seat, pad_rows, pad_tokens)
@@ -202,20 +213,24 @@ class StepMetadata:
             raise LimitError(
                 f"max_length {int(rows.max_length.max())} exceeds max_model_len {self.limits.max_model_len}"
             )
+        self._any_fresh = bool(rows.fresh.any())
         self._stage_rows(rows, decode, query_start, staged_rows, padding_seat)
         self._stage_tokens(rows, decode, query_start, staged_rows, staged_tokens, padding_seat)
         num_samples, num_logits = self._stage_samples(rows, decode, query_start)
         self._bind(staged_rows, staged_tokens, num_samples, num_logits)
 
     def _stage_bounds(self, rows: PlanRows) -> None:
-        host = self._bounds.begin()
         num_rows = len(rows.seat)
-        host[:, num_rows : self.num_rows + 1] = 0
-        used = host[:, :num_rows]
-        used[_ROW_FIRST] = rows.first_index
-        used[_ROW_FLOOR] = rows.first_index * rows.fresh
-        used[_ROW_CEILING] = rows.first_index
-        used[_ROW_CEILING][rows.fresh != 0] = _INT32_MAX
+        bounds = self._bounds.begin()
+        bounds[:, num_rows : self.num_rows + 1] = 0
+        used = bounds[:, :num_rows]
+        used[_ROW_FIRST] = used[_ROW_CEILING] = rows.first_index
+        used[_ROW_FLOOR] = 0
+        used[_ROW_WRITE_FROM] = rows.write_from
+        if self._any_fresh:
+            fresh = rows.fresh != 0
+            used[_ROW_FLOOR][fresh] = rows.first_index[fresh]
+            used[_ROW_CEILING][fresh] = _INT32_MAX
         self._bounds.commit()
 
     def _stage_rows(
@@ -263,7 +278,6 @@ class StepMetadata:
         used[_TOKEN_END] = offset + 1
         used[_TOKEN_SOURCE] = (seat * (1 + self.limits.max_draft_len) + offset) * fed_by_seat
         used[_TOKEN_FROM_SEAT] = fed_by_seat
-        used[_TOKEN_WRITE_FROM] = rows.write_from[token_row]
         used[_TOKEN_MAX_LENGTH] = rows.max_length[token_row]
         used[_NEXT_TOKEN_IDS] = -1
         used[_TOKEN_PLAN_ID] = 0
@@ -293,7 +307,40 @@ class StepMetadata:
         return num_samples, num_logits
 
     def rederive(self, state: SeatState) -> None:
-        """Computes every derived view from the seats' present lengths and tokens. Device operations only."""
+        """Computes every derived view from the seats' present lengths and tokens. Device operations only.
+
+        On the CPU one kernel does all of it: a dozen small operations, each with its caches cold after a step's
+        weights went through them, took longer than a layer.
+        """
+        if self.device.type != "cpu":
+            self.rederive_in_torch(state)
+            return
+        cpu.derive_step(
+            state.length,
+            state.tokens,
+            self._all_seats,
+            self._row_first,
+            self._row_floor,
+            self._row_ceiling,
+            self._row_write_from,
+            self.token_row,
+            self._token_end,
+            self._token_max_length,
+            self._token_source,
+            self._token_from_seat,
+            self._token_plan_id,
+            self.limits.tokens_per_page,
+            self._all_lengths,
+            self.token_ids,
+            self.position,
+            self.write_index,
+            self.kv_len,
+            self.num_valid_blocks,
+            self.overrun,
+        )
+
+    def rederive_in_torch(self, state: SeatState) -> None:
+        """The same as `rederive` in torch operations: for other devices, and what the kernel is held against."""
         torch.index_select(state.length, 0, self._all_seats, out=self._seat_length)
         torch.clamp(self._seat_length, self._row_floor, self._row_first, out=self._all_lengths)
         torch.amax(torch.sub(self._seat_length, self._row_ceiling, out=self._seat_length), dim=0, out=self.overrun)
@@ -305,7 +352,8 @@ class StepMetadata:
         torch.where(self._valid, self._end, self._zero, out=self.kv_len)
         torch.sub(self.kv_len, self._one, out=self._index)
         torch.maximum(self._index, self._zero, out=self.position)
-        torch.gt(self.kv_len, self._token_write_from, out=self._writable)
+        torch.index_select(self._row_write_from, 0, self.token_row, out=self._write_from)
+        torch.gt(self.kv_len, self._write_from, out=self._writable)
         torch.where(self._writable, self._index, self._nowhere, out=self.write_index)
         torch.floor_divide(self._index, self._block_size, out=self.num_valid_blocks)
         torch.add(self.num_valid_blocks, self._one, out=self.num_valid_blocks)
@@ -391,6 +439,26 @@ def advance(state: SeatState, meta: StepMetadata, tokens: Tensor, num_accepted: 
         tokens: [N] int32, each sampling row's newest token: the one after its last accepted draft.
         num_accepted: [N] int32 accepted drafts of each sampling row; left out where no row has drafts.
     """
+    if meta.device.type == "cpu":
+        cpu.advance_seats(
+            state.length,
+            state.tokens,
+            meta.row_seat,
+            meta.row_length,
+            meta._row_advance,
+            meta.row_max_length,
+            meta.sample_row,
+            meta.sample_seat,
+            meta._sample_drafts,
+            tokens,
+            num_accepted,
+        )
+    else:
+        advance_in_torch(state, meta, tokens, num_accepted)
+
+
+def advance_in_torch(state: SeatState, meta: StepMetadata, tokens: Tensor, num_accepted: Tensor | None = None) -> None:
+    """The same as `advance` in torch operations: for other devices, and what the kernel is held against."""
     length = meta.row_length + meta._row_advance
     if num_accepted is not None:
         length.index_add_(0, meta.sample_row, torch.minimum(num_accepted, meta._sample_drafts))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tandem.core import InvalidArgument
 from tandem.msa import LimitError, Limits, SeatState, StepMetadata, derive
 
 from .plans import Row, context, decode, expect, padding_token, plan, random_rows, tokens_of
@@ -44,6 +45,13 @@ PUBLIC = [
     "logit_token",
     "overrun",
 ]
+
+
+@pytest.fixture(autouse=True, params=["kernel", "torch"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs with the kernel and with the torch operations that other devices use."""
+    if request.param == "torch":
+        monkeypatch.setattr(StepMetadata, "rederive", StepMetadata.rederive_in_torch)
 
 
 def snapshot(meta: StepMetadata) -> dict[str, list[int]]:
@@ -310,6 +318,12 @@ def test_a_plan_beyond_the_limits_is_refused_by_name(rows: list[Row], message: s
         derive(plan(*rows), seats(), StepMetadata(LIMITS))
 
 
+def test_a_seat_that_does_not_exist_is_refused() -> None:
+    state, meta = seats(s0=5), StepMetadata(LIMITS)
+    with pytest.raises((IndexError, InvalidArgument)):
+        derive(plan(decode(LIMITS.max_seats + 1, 5)), state, meta)
+
+
 def test_views_of_a_shape_keep_their_addresses() -> None:
     state, meta = seats(s0=5, s1=6), StepMetadata(LIMITS)
     derive(plan(decode(0, 5, 3)), state, meta)
@@ -336,12 +350,12 @@ class DeviceOperations(TorchDispatchMode):
         return result
 
 
-def test_rederiving_reads_nothing_back_and_allocates_nothing() -> None:
+def test_rederiving_in_torch_reads_nothing_back_and_allocates_nothing() -> None:
     state, meta = seats(s0=5), StepMetadata(LIMITS)
     derive(plan(decode(0, 7, 3), context(1, 0, [1, 2, 3])), state, meta)
     tensors = [value for holder in (meta, state) for value in vars(holder).values() if isinstance(value, torch.Tensor)]
     with DeviceOperations({tensor.untyped_storage().data_ptr() for tensor in tensors}) as operations:
-        meta.rederive(state)
+        meta.rederive_in_torch(state)
     assert operations.names
     assert operations.new_results == []
     assert not [name for name in operations.names if "_local_scalar_dense" in name or "nonzero" in name]

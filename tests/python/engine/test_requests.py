@@ -41,11 +41,11 @@ def test_ignoring_the_end_token_runs_to_the_limit() -> None:
 
 
 def test_a_stop_id_ends_the_request_and_its_text_is_left_out_unless_asked_for() -> None:
-    stop = byte_ids(b"l")
-    output = text_rig(b"hello").generate(byte_ids(b"go"), greedy(stop_token_ids=stop))
-    assert (output.text, output.token_ids, output.stop_reason) == ("he", byte_ids(b"hel"), stop[0])
-    kept = text_rig(b"hello").generate(byte_ids(b"go"), greedy(stop_token_ids=stop, include_stop_str_in_output=True))
-    assert kept.text == "hel"
+    stop = byte_ids(b"i")
+    output = text_rig(b"white").generate(byte_ids(b"go"), greedy(stop_token_ids=stop))
+    assert (output.text, output.token_ids, output.stop_reason) == ("wh", byte_ids(b"whi"), stop[0])
+    kept = text_rig(b"white").generate(byte_ids(b"go"), greedy(stop_token_ids=stop, include_stop_str_in_output=True))
+    assert kept.text == "whi"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,1 @@
+"""Measurements that compare the engine with something else in one run."""

@@ -1,0 +1,142 @@
+"""What is compared: the engine and transformers, both decoding greedily from the same prompts."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tandem.core import cpu
+from tandem.engine.build import BuiltEngine, DtypeName, EngineOptions, build_engine
+from tandem.engine.limits import SizeRequest
+from tandem.engine.outputs import Delta, RequestOutput
+from tandem.engine.params import SamplingParams
+from tandem.engine.tokenizer import Tokenizer
+
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of decoding: `tokens` [B][W] of the B sequences, and the time of each of its W steps.
+
+    `cpu_seconds` are those of all threads of the process; other programs on the machine change them little.
+    """
+
+    tokens: list[list[int]]
+    seconds: list[float]
+    cpu_seconds: list[float]
+
+
+class _StepClock:
+    """Times the steps of a window."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        cpu_now, now = time.process_time(), time.perf_counter()
+        self.seconds.append(now - self._start[0])
+        self.cpu_seconds.append(cpu_now - self._start[1])
+
+
+class Arm(ABC):
+    """Decodes the same stretch as often as asked; everything before the first decode step is outside its times."""
+
+    @abstractmethod
+    def prepare(self, prompts: Prompts) -> None:
+        """Take B prompts of equal length and fill the cache with them."""
+
+    @abstractmethod
+    def window(self, num_tokens: int) -> Window:
+        """Decode `num_tokens` tokens for each sequence, starting right behind its prompt and first token."""
+
+
+def set_threads(count: int) -> None:
+    """Threads of the kernels and of torch."""
+    cpu.set_num_threads(count)
+    torch.set_num_threads(count)
+
+
+class EngineArm(Arm):
+    """The engine as it serves: scheduler, paged cache, model, sampling and output, without the text."""
+
+    def __init__(self, folder: Path, dtype: DtypeName, max_model_len: int, max_batch: int) -> None:
+        sizes = SizeRequest(max_model_len=max_model_len, max_seats=max_batch)
+        options = EngineOptions(folder, dtype=dtype, sizes=sizes, num_threads=torch.get_num_threads())
+        self._built: BuiltEngine = build_engine(options, Tokenizer.from_pretrained(folder))
+        self._prompts: Prompts = []
+
+    def prepare(self, prompts: Prompts) -> None:
+        """See `Arm`: the pages of the prompts stay in the prefix cache."""
+        self._prompts = prompts
+        self.window(1)
+
+    def window(self, num_tokens: int) -> Window:
+        """See `Arm`."""
+        engine = self._built.engine
+        outputs: dict[int, RequestOutput] = {}
+
+        def take(delta: Delta) -> None:
+            assert delta.output is not None
+            outputs[delta.output.request_id] = delta.output
+
+        params = SamplingParams(temperature=0.0, max_tokens=1 + num_tokens, ignore_eos=True)
+        before = engine.stats().scheduler.num_generated_tokens
+        ids = [engine.submit(prompt, params, take) for prompt in self._prompts]
+        while engine.stats().scheduler.num_generated_tokens < before + len(ids):
+            engine.step()
+        clock = _StepClock()
+        while len(outputs) < len(ids):
+            with clock:
+                engine.step()
+        tokens = [outputs[request_id].token_ids[1:] for request_id in ids]
+        return Window(tokens, clock.seconds[:num_tokens], clock.cpu_seconds[:num_tokens])
+
+
+class TransformersArm(Arm):
+    """transformers' own model and cache, driven by the shortest possible loop."""
+
+    _PREFILL_CHUNK = 128
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        from tandem.bench.transformers_model import load
+
+        self._model = load(folder, dtype)
+
+    @torch.inference_mode()
+    def prepare(self, prompts: Prompts) -> None:
+        """See `Arm`: prefills in chunks, since its mask takes memory in proportion to query times context."""
+        from transformers import DynamicCache
+
+        self._cache = DynamicCache(config=self._model.config)
+        ids = torch.tensor(prompts)
+        for part in torch.split(ids, self._PREFILL_CHUNK, dim=1):
+            out = self._model(input_ids=part, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._first = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+        self.margins: list[list[float]] = []
+
+    @torch.inference_mode()
+    def window(self, num_tokens: int) -> Window:
+        """See `Arm`. Leaves in `margins` [B][W] how far the best logit was above the second."""
+        token = self._first
+        tokens, margins = [], []
+        clock = _StepClock()
+        for _ in range(num_tokens):
+            with clock:
+                logits = self._model(input_ids=token, past_key_values=self._cache, use_cache=True).logits[:, -1]
+                token = logits.argmax(dim=-1, keepdim=True)
+            tokens.append(token[:, 0].tolist())
+            best = logits.float().topk(2, dim=-1).values
+            margins.append((best[:, 0] - best[:, 1]).tolist())
+        self._cache.crop(-num_tokens)
+        self.margins = np.array(margins).T.tolist()
+        return Window(np.array(tokens).T.tolist(), clock.seconds, clock.cpu_seconds)

@@ -1,0 +1,39 @@
+"""`tandem bench`: measurements that compare the engine with something else in one run."""
+
+from __future__ import annotations
+
+import argparse
+
+MODELS = ("demo", "random-40m")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `bench` with its measurements; each sets `run`: parsed arguments in, exit code out. Loads nothing heavy."""
+    measurements = subparsers.add_parser("bench", help="measure against other software").add_subparsers(
+        dest="measurement", required=True, metavar="MEASUREMENT"
+    )
+    decode = measurements.add_parser(
+        "decode", help="greedy decoding beside transformers", description=run_decode.__doc__
+    )
+    decode.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    decode.add_argument("--batch", nargs="+", type=_positive, default=[1, 8])
+    decode.add_argument("--context", nargs="+", type=_positive, default=[64, 4096])
+    decode.add_argument("--threads", nargs="+", type=_positive, default=[1, 2])
+    decode.add_argument("--tokens", type=_positive, default=24, help="decode steps per window (default %(default)s)")
+    decode.add_argument("--rounds", type=_positive, default=2, help="rounds of windows A-B-B-A (default %(default)s)")
+    decode.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    decode.set_defaults(run=run_decode)
+
+
+def run_decode(arguments: argparse.Namespace) -> int:
+    """Greedy decoding beside transformers: same weights, same prompts, same tokens, one run."""
+    from tandem.bench import decode
+
+    return decode.main(arguments)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not allowed, it must be at least 1")
+    return value

@@ -209,5 +209,5 @@ def print_table(report: dict[str, Any]) -> None:
         print(
             f"{cell['model']:<12} {cell['batch']:>5} {cell['context']:>8} {cell['threads']:>8}"
             f" {cell['tandem']['tokens_per_second']:>13.1f} {cell['transformers']['tokens_per_second']:>19.1f}"
-            f"   {cell['ratio']:>5.1f} ({low:.1f} to {high:.1f}) {cell['cpu_ratio']:>8.1f} {cell['floor_ms']:>10.2f}"
+            f"   {cell['ratio']:>5.1f} ({low:.1f} to {high:.1f}) {cell['cpu_ratio']:>8.1f} {cell['floor_ms']:>7.2f} ms"
         )

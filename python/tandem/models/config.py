@@ -222,6 +222,8 @@ def read_json_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`. Raises `ConfigError` that names the file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):

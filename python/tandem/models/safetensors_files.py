@@ -64,7 +64,7 @@ class SafetensorsFiles:
         self.folder = folder
         self.absent: list[str] = []
         self.entries: dict[str, TensorEntry] = {}
-        self._open_file: tuple[Path, Any] | None = None
+        self._open_files: dict[Path, Any] = {}
         for file_name, names in self._files(allow_absent).items():
             path = folder / file_name
             if not path.is_file():
@@ -104,9 +104,9 @@ class SafetensorsFiles:
     def read(self, name: str) -> Tensor:
         """Return the tensor `name` as stored. Files are mapped, so only its own bytes are read."""
         entry = self.entries[name]
-        if self._open_file is None or self._open_file[0] != entry.file:
-            self._open_file = (entry.file, _open(entry.file))
-        tensor = self._open_file[1].get_tensor(entry.stored_name)
+        if entry.file not in self._open_files:
+            self._open_files[entry.file] = _open(entry.file)
+        tensor = self._open_files[entry.file].get_tensor(entry.stored_name)
         assert isinstance(tensor, Tensor)
         return tensor
 
@@ -120,35 +120,39 @@ def _open(path: Path) -> Any:
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of one safetensors file by stored name. Raises `CheckpointError` that names the file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if size < 8:
-            raise CheckpointError(f"{path} is truncated: {size} bytes cannot hold a safetensors header")
-        if header_bytes > _MAX_HEADER_BYTES:
-            raise CheckpointError(f"{path} is not a safetensors file: it claims a header of {header_bytes} bytes")
-        if size < 8 + header_bytes:
-            raise CheckpointError(
-                f"{path} is truncated: its header takes {8 + header_bytes} bytes, the file has {size}"
-            )
-        raw = file.read(header_bytes)
+    raw, size = _header_bytes(path)
     try:
         header = json.loads(raw)
-        entries = {name: _entry(path, name, value) for name, value in header.items() if name != "__metadata__"}
-        data_bytes = max(
-            (value["data_offsets"][1] for name, value in header.items() if name != "__metadata__"), default=0
-        )
+        header.pop("__metadata__", None)
+        entries = {name: _entry(path, name, value) for name, value in header.items()}
+        data_bytes = max((value["data_offsets"][1] for value in header.values()), default=0)
+    except CheckpointError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} has a malformed safetensors header: {error}") from error
-    expected = 8 + header_bytes + data_bytes
-    if size < expected:
-        raise CheckpointError(f"{path} is truncated: its header describes {expected} bytes, the file has {size}")
-    if size > expected:
-        raise CheckpointError(f"{path} is damaged: its header describes {expected} bytes, the file has {size}")
+        raise CheckpointError(f"{path} has a malformed safetensors header: {error!r}") from error
+    expected = 8 + len(raw) + data_bytes
+    if size != expected:
+        state = "truncated" if size < expected else "damaged"
+        raise CheckpointError(f"{path} is {state}: its header describes {expected} bytes, the file has {size}")
     return entries
+
+
+def _header_bytes(path: Path) -> tuple[bytes, int]:
+    """Return the JSON header of a safetensors file and the size of the whole file in bytes."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            if len(start) < 8:
+                raise CheckpointError(f"{path} is truncated: {size} bytes cannot hold a safetensors header")
+            (num_bytes,) = struct.unpack("<Q", start)
+            if num_bytes > _MAX_HEADER_BYTES:
+                raise CheckpointError(f"{path} is not a safetensors file: it claims a header of {num_bytes} bytes")
+            if size < 8 + num_bytes:
+                raise CheckpointError(f"{path} is truncated: its header ends at byte {8 + num_bytes} of {size}")
+            return file.read(num_bytes), size
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _entry(path: Path, name: str, value: dict[str, Any]) -> TensorEntry:

@@ -150,6 +150,12 @@ def test_the_list_of_findings_is_bounded_in_print_and_whole_in_the_error(
     assert len(str(error)) < 2000
 
 
+def test_one_tensor_too_many_is_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.1.self_attn.index_v_proj.weight"
+    error = mismatch(write_checkpoint(tmp_path, CONFIG, changed(tensors, name, torch.zeros(2))))
+    assert (error.missing, error.unexpected, error.wrong) == ([], [name], [])
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "expected"),
     [
@@ -215,11 +221,11 @@ def test_damaged_safetensors_files_are_named_with_their_sizes(tmp_path: Path, te
         assert str(file) in str(caught.value)
 
     refused(whole[:-1], f"truncated: its header describes {len(whole)} bytes, the file has {len(whole) - 1}")
-    refused(whole[: len(whole) // 2], "truncated")
-    refused(whole[:100], "truncated: its header takes")
+    refused(whole[: len(whole) // 2], "is truncated: its header describes")
+    refused(whole[:100], "truncated: its header ends at byte")
     refused(whole[:5], "truncated: 5 bytes cannot hold")
     refused(b"", "truncated: 0 bytes cannot hold")
-    refused(whole + b"\0", "damaged")
+    refused(whole + b"\0", f"is damaged: its header describes {len(whole)} bytes, the file has {len(whole) + 1}")
     refused(b"version https://git-lfs.github.com/spec/v1\n" * 4, "is not a safetensors file")
     refused(struct.pack("<Q", 16) + b"{" * 16, "malformed safetensors header")
     file.write_bytes(whole)

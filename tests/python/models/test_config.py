@@ -77,6 +77,9 @@ def test_end_tokens_may_be_a_list_absent_or_on_the_wrapper() -> None:
         ("text_config.num_attention_heads", 5),
         ("text_config.rotary_dim", 32),
         ("text_config.num_experts_per_tok", 7),
+        (f"text_config.{SPARSE}.sparse_index_dim", 8),
+        (f"text_config.{SPARSE}.sparse_init_block", False),
+        ("text_config.use_gemma_norm", 1),
         ("text_config.hidden_size", "64"),
         ("text_config.hidden_size", True),
         ("text_config.moe_layer_freq", [0, 0, 1]),
@@ -129,6 +132,13 @@ def test_a_key_at_the_wrong_level_is_refused_rather_than_ignored(path: str, valu
         MiniMaxM3Config.from_dict(with_value(path, value))
     assert "no effect" in str(refusal.value)
     assert belongs in str(refusal.value)
+
+
+def test_an_odd_rotary_width_is_refused() -> None:
+    config = with_value("text_config.rotary_dim", 15)
+    config["text_config"]["partial_rotary_factor"] = 15 / 32
+    with pytest.raises(ConfigError, match="rotary_dim 15 has to be even"):
+        MiniMaxM3Config.from_dict(config)
 
 
 def test_unknown_keys_are_reported_once_per_level_and_change_nothing(caplog: pytest.LogCaptureFixture) -> None:

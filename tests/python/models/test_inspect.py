@@ -126,3 +126,11 @@ def test_the_dictionary_form_is_plain_json(official: Path) -> None:
     assert plain["tiles"][2]["role"] == "INDEX_K"
     assert plain["sections"][0]["first_head"] == 1
     assert plain["weights"]["complete"] is False
+
+
+def test_layers_of_a_kind_are_grouped_where_they_adjoin(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(text_config(Shape(layers="dsdss"))))
+    inspection = inspect_model(tmp_path)
+    groups = [(group.role, group.first_layer, group.last_layer) for group in inspection.tiles]
+    assert groups == [("K", 0, 4), ("V", 0, 4), ("INDEX_K", 1, 1), ("INDEX_K", 3, 4)]
+    assert "full in layers 0, 2, block-sparse in 1, 3-4" in inspection.render()

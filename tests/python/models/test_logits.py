@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.core import layout
 from tandem.models import MiniMaxM3Config, load_model
 
 from .comparison import IMPLEMENTATIONS, assert_same_model, generated
@@ -125,3 +126,29 @@ def test_captures_leave_the_logits_alone_and_are_refused_out_of_range(oracle: An
     assert len(states) == 2
     with pytest.raises(ValueError, match=r"capture is \(2, 6\).*0 to 5"):
         Runner(model, backend, 20).feed(ids, (2, 6))
+
+
+def test_how_a_prompt_is_cut_changes_no_bit_on_the_cpu_kernels(oracle: Any) -> None:
+    truth = oracle("mixed_layers")
+    ops, backend = IMPLEMENTATIONS["cpu"]
+    model = load_model(truth.folder, torch.float32, ops())
+    whole = generated(model, backend, truth.prompt, (130,))
+    for chunks in ((1,) * 130, (64, 66), (3, 61, 33, 33)):
+        ids, logits = generated(model, backend, truth.prompt, chunks)
+        assert ids == whole[0]
+        assert torch.equal(logits, whole[1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_bf16_model_stays_near_the_fp32_one(oracle: Any, implementation: str) -> None:
+    truth = oracle("as_released")
+    ops, backend = IMPLEMENTATIONS[implementation]
+    # As long as all blocks are selected, so that no near tie between blocks decides.
+    ids = truth.prompt[:64]
+    exact, _ = Runner(load_model(truth.folder, torch.float32, ops()), backend, 64).feed(ids)
+    model = load_model(truth.folder, torch.bfloat16, ops())
+    logits, states = Runner(model, backend, 64, layout.ElementType.BF16).feed(ids, (3,))
+    assert logits.dtype == torch.float32
+    assert states[0].dtype == torch.bfloat16
+    error = (logits - exact).abs().mean() / exact.abs().mean()
+    assert 1e-4 < error < 0.1

@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from tandem.models import CpuOps, Ops, ReferenceOps
+from tandem.models.layers import linear, mlp, moe
 from tandem.models.layers.attention import HeadNorms, IndexBranch, ProjectionGeometry
+from tandem.models.layers.linear import packable
 from tandem.models.layers.mlp import Activation, Silu, SwigluOai
 from tandem.models.layers.moe import MoeWeights, Routing
 from tandem.models.layers.rotary import Rotary
@@ -257,3 +259,45 @@ def test_a_row_has_the_same_bits_alone_and_among_others_on_the_cpu_kernels(torch
     for start, stop in ((0, 1), (1, 6), (6, 33)):
         for alone, among in zip(projection(x[start:stop], position[start:stop])[:3], together, strict=True):
             assert torch.equal(alone, among[start:stop])
+
+
+def test_weights_are_packed_in_bf16_only_where_that_changes_no_value(torch_rng: torch.Generator) -> None:
+    exact = drawn(torch_rng, 8, 16).bfloat16().float()
+    rounded = exact.clone()
+    rounded[3, 5] += 2**-20
+    assert [weight.dtype for weight in packable([exact, exact.bfloat16()])] == [torch.bfloat16] * 2
+    assert torch.equal(packable([exact])[0].float(), exact)
+    # One kernel call takes weights of one type: a single inexact one keeps them all.
+    assert all(kept is given for kept, given in zip(packable([exact, rounded]), [exact, rounded], strict=True))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 33])
+def test_packing_in_bf16_changes_no_bit_of_a_result(
+    torch_rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    width, count, activation = 32, 4, SwigluOai(1.702, 7.0)
+    x = drawn(torch_rng, num_tokens, HIDDEN)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return drawn(torch_rng, rows, columns, scale=columns**-0.5).bfloat16().float()
+
+    weight = matrix(100, HIDDEN)
+    experts = MoeWeights(
+        gate=drawn(torch_rng, count, HIDDEN),
+        bias=drawn(torch_rng, count),
+        gate_up=[matrix(2 * width, HIDDEN) for _ in range(count)],
+        down=[matrix(HIDDEN, width) for _ in range(count)],
+        shared_gate_up=matrix(2 * width, HIDDEN),
+        shared_down=matrix(HIDDEN, width),
+    )
+
+    def results() -> list[Tensor]:
+        ops = CpuOps()
+        mlp = ops.gated_mlp(experts.shared_gate_up, experts.shared_down, activation)
+        return [ops.linear(weight)(x), mlp(x), ops.moe(experts, Routing(2, 2.0), activation)(x)]
+
+    narrow = results()
+    for module in (linear, mlp, moe):
+        monkeypatch.setattr(module, "packable", list)
+    for mine, wide in zip(narrow, results(), strict=True):
+        assert torch.equal(mine, wide)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.core import cpu
+from tandem.models.layers.linear import packable
 from tandem.models.layers.norms import rms_normalise
 from tandem.models.layers.rotary import Rotary, rotate
 
@@ -151,7 +152,7 @@ class CpuAttentionProjection(AttentionProjection):
         rope: cpu.RopeTable,
         buffers: ProjectionBuffers,
     ) -> None:
-        self._packed = cpu.PackedLinear(weight)
+        self._packed = cpu.PackedLinear(*packable([weight]))
         self._buffers = buffers
         norms, index = geometry.norms, geometry.index
         q_norm, k_norm = (norms.q, norms.k) if norms else (None, None)

@@ -1,6 +1,7 @@
 """Matrix products without bias. A weight is [out, in], as in the checkpoint."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,11 +29,22 @@ class ReferenceLinear(Linear):
         return torch.nn.functional.linear(x, weight)
 
 
+def packable(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the weights in bf16 where that changes none of their values, else as they are.
+
+    A checkpoint's bf16 matrices stay half as wide while activations are fp32. Kernels widen a weight as they read it
+    and sum along the same chain, so not one bit of a result depends on this.
+    """
+    narrow = [weight.to(torch.bfloat16) for weight in weights]
+    exact = all(torch.equal(mine.to(weight.dtype), weight) for mine, weight in zip(narrow, weights, strict=True))
+    return narrow if exact else list(weights)
+
+
 class CpuLinear(Linear):
     """Linear on the CPU kernels, from a packed copy of the weight."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._packed = cpu.PackedLinear(weight)
+        self._packed = cpu.PackedLinear(*packable([weight]))
         self._num_outputs = weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.core import cpu
+from tandem.models.layers.linear import packable
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class CpuGatedMlp(GatedMlp):
     """GatedMlp on the CPU kernels, from a packed copy of the weights; fp32 from input to output, rounded once."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
+        gate_up, down = packable([gate_up, down])
         self._packed = cpu.PackedExperts([], [], (gate_up, down))
         self._activation = activation
 

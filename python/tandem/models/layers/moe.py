@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.core import cpu
+from tandem.models.layers.linear import packable
 from tandem.models.layers.mlp import ReferenceGatedMlp, SwigluOai
 
 
@@ -87,8 +88,11 @@ class CpuMoe(Moe):
         self._bias = weights.bias
         self._routing = routing
         self._activation = activation
-        shared = (weights.shared_gate_up, weights.shared_down)
-        self._packed = cpu.PackedExperts(list(weights.gate_up), list(weights.down), shared)
+        shared = [weights.shared_gate_up, weights.shared_down]
+        packable_weights = packable([*weights.gate_up, *weights.down, *shared])
+        count = len(weights.gate_up)
+        gate_up, down, last = packable_weights[:count], packable_weights[count:-2], packable_weights[-2:]
+        self._packed = cpu.PackedExperts(gate_up, down, (last[0], last[1]))
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Moe`."""

@@ -53,6 +53,9 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     inspect = subparsers.add_parser("inspect", help="what a model is and what serving it takes")
     inspect.add_argument("model", help="a model folder, or demo")
     inspect.add_argument("--kv-dtype", default="bfloat16", help="type of cached keys and values (default %(default)s)")
+    inspect.add_argument(
+        "--shard", default=(1, 0), type=shard_of, metavar="SIZE,RANK", help="rank of a tensor-parallel group to show"
+    )
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(run=run_inspect)
     return parser
@@ -61,12 +64,21 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Print the architecture, the cache layout and its sizes."""
     from tandem import demo
+    from tandem.core import layout
     from tandem.models.inspect import inspect_model
 
     path = demo.path() if arguments.model == "demo" else Path(arguments.model)
-    inspection = inspect_model(path, kv_dtype=arguments.kv_dtype)
+    inspection = inspect_model(path, kv_dtype=arguments.kv_dtype, shard=layout.Shard(*arguments.shard))
     print(json.dumps(inspection.to_dict()) if arguments.json else inspection.render())
     return 0
+
+
+def shard_of(text: str) -> tuple[int, int]:
+    """The size and the rank in ``"SIZE,RANK"``."""
+    size, comma, rank = text.partition(",")
+    if not (comma and size.isdecimal() and rank.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not SIZE,RANK, such as 4,0")
+    return int(size), int(rank)
 
 
 def is_mistake(error: ValueError | OSError) -> bool:

@@ -31,6 +31,10 @@ class TensorMismatchError(CheckpointError):
         super().__init__("\n".join(parts))
 
 
+class OptionError(ValueError):
+    """An option of a call has a value that is not allowed; the message names both it and what is."""
+
+
 def listed(names: Iterable[str]) -> str:
     """Return the first few of `names`, comma separated, and how many more there are."""
     every = list(names)

@@ -8,7 +8,7 @@ from typing import Any
 from tandem.core import layout
 from tandem.models.checkpoint import CheckpointWeights, WeightKind
 from tandem.models.config import MiniMaxM3Config
-from tandem.models.errors import listed
+from tandem.models.errors import OptionError, listed
 from tandem.models.minimax_m3 import tile_specs
 from tandem.models.minimax_m3_weights import IGNORED_PREFIXES, TEXT_PREFIX, weight_specs
 from tandem.models.quant import WeightFormat
@@ -119,11 +119,11 @@ def inspect_model(
     """Inspect the model folder `path`, whose weights may be absent.
 
     `kv_dtype` is a key of `KV_DTYPES`, `shard` the part of the heads that the rank holds (all of them if None),
-    `memory_gib` the pool sizes to look at. Raises `CheckpointError`, `ValueError` for an unknown `kv_dtype`, and
+    `memory_gib` the pool sizes to look at. Raises `CheckpointError`, `OptionError` for an unknown `kv_dtype`, and
     `tandem.core.InvalidArgument` for a shard that the heads do not fit.
     """
     if kv_dtype not in KV_DTYPES:
-        raise ValueError(f"kv_dtype is {kv_dtype!r}; allowed are {', '.join(KV_DTYPES)}")
+        raise OptionError(f"kv_dtype is {kv_dtype!r}; allowed are {', '.join(KV_DTYPES)}")
     folder = Path(path)
     config = MiniMaxM3Config.from_pretrained(folder)
     shard = shard or layout.Shard()
@@ -266,13 +266,15 @@ def _cache_lines(inspection: Inspection) -> list[str]:
             f"{section.num_tiles}"
         )
     contexts = list(inspection.capacities[0].sequences) if inspection.capacities else []
-    lines.append("  a pool of    pages      tokens        " + "".join(f"x {context:<10,}" for context in contexts))
+    columns = "".join(f"of {context:<11,}" for context in contexts)
+    lines.append(f"  a pool of    pages      tokens        longest      sequences {columns}")
     for capacity in inspection.capacities:
-        counts = "".join(f"{count:<12,}" for count in capacity.sequences.values())
+        counts = "".join(f"{count:<14,}" for count in capacity.sequences.values())
         lines.append(
-            f"  {capacity.memory_gib:>6g} GiB   {capacity.pages:<10,} {capacity.tokens:<13,} {counts}".rstrip()
+            f"  {capacity.memory_gib:>6g} GiB   {capacity.pages:<10,} {capacity.tokens:<13,} "
+            f"{capacity.max_context:<22,} {counts}"
         )
-    return lines
+    return [line.rstrip() for line in lines]
 
 
 def _layers(flags: Sequence[bool], wanted: bool) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from tandem.core import InvalidArgument, layout
 from tandem.models import CheckpointError, MiniMaxM3Config, TensorMismatchError
+from tandem.models.errors import OptionError
 from tandem.models.inspect import inspect_model
 
 from .support import Shape, random_weights, text_config, wrapped_config, write_checkpoint
@@ -89,7 +90,7 @@ def test_what_fits_is_whole_pages_and_whole_sequences(official: Path) -> None:
 
 
 def test_what_does_not_fit_together_is_refused(official: Path) -> None:
-    with pytest.raises(ValueError, match="kv_dtype is 'int8'; allowed are bfloat16"):
+    with pytest.raises(OptionError, match="kv_dtype is 'int8'; allowed are bfloat16"):
         inspect_model(official, kv_dtype="int8")
     with pytest.raises(InvalidArgument, match="3"):
         inspect_model(official, shard=layout.Shard(3, 0))

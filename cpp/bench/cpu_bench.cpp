@@ -173,6 +173,7 @@ void BM_select(benchmark::State& state) {
   std::vector<std::int32_t> out(static_cast<std::size_t>(tokens * heads * topk));
   for (auto _ : state) {
     select_blocks({.queries = queries.buffer.data(),
+                   .query_stride = heads * 128,
                    .dtype = DType::F32,
                    .heads = heads,
                    .pool = cache.pool,
@@ -212,6 +213,7 @@ void BM_attend(benchmark::State& state) {
   }
   for (auto _ : state) {
     attend({.queries = queries.buffer.data(),
+            .query_stride = heads * 128,
             .dtype = DType::F32,
             .heads = heads,
             .pool = cache.pool,

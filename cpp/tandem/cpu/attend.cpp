@@ -145,8 +145,10 @@ class TileAttention {
     std::fill(maxima_, maxima_ + rows, -std::numeric_limits<float>::infinity());
     std::fill(sums_, sums_ + rows, 0.0f);
     for (std::int64_t row = 0; row < rows; ++row) {
-      table_.prepare_query(args.dtype, static_cast<const std::byte*>(args.queries) + place(row), args.keys.dim,
-                           args.keys.dtype, queries_ + row * padded_);
+      const std::int64_t from =
+          (tile.first + row / group_) * args.query_stride + (kv_head_ * group_ + row % group_) * args.keys.dim;
+      table_.prepare_query(args.dtype, static_cast<const std::byte*>(args.queries) + from * size_of(args.dtype),
+                           args.keys.dim, args.keys.dtype, queries_ + row * padded_);
     }
     for (std::int64_t token = 0; token < tile.count; ++token) {
       cursors_[token] = KeyCursor(args, tile.first + token, kv_head);
@@ -173,7 +175,7 @@ class TileAttention {
   }
 
  private:
-  // Bytes to the row's head in queries and out.
+  // Bytes to the row's head in out.
   [[nodiscard]] std::int64_t place(std::int64_t row) const {
     const std::int64_t head = (tile_.first + row / group_) * args_.heads + kv_head_ * group_ + row % group_;
     return head * args_.keys.dim * size_of(args_.dtype);
@@ -288,6 +290,16 @@ class TileAttention {
 
 }  // namespace
 
+std::int64_t work_of(const AttendArgs& args) {
+  const std::int64_t most =
+      args.blocks == nullptr ? std::numeric_limits<std::int64_t>::max() : args.topk * args.block_size;
+  std::int64_t keys = 0;
+  for (std::int64_t t = 0; t < args.places.count; ++t) {
+    keys += std::clamp<std::int64_t>(args.places.index[t], 0, most);
+  }
+  return keys * args.heads * args.keys.dim * 2;
+}
+
 void attend(const AttendArgs& args) {
   require(args);
   const KernelTable& table = kernels();
@@ -299,13 +311,9 @@ void attend(const AttendArgs& args) {
   }
   const std::int64_t most = std::clamp<std::int64_t>(TileAttention::kRows / group, 1, TileAttention::kMaxTokens);
   const std::vector<TokenTile> tiles = token_tiles(args.places, most);
-  std::int64_t keys = 0;
-  for (const TokenTile& tile : tiles) {
-    keys += tile.count * (args.blocks == nullptr ? tile.longest : std::min(tile.longest, args.topk * args.block_size));
-  }
   // The longest tiles are the last of a sequence: from the back, so that no thread is left with one at the end.
   const std::int64_t items = static_cast<std::int64_t>(tiles.size()) * args.keys.heads;
-  ThreadPool::shared().run(items, keys * args.heads * args.keys.dim * 2, [&](std::int64_t item) {
+  ThreadPool::shared().run(items, work_of(args), [&](std::int64_t item) {
     const std::int64_t from_back = items - 1 - item;
     const TokenTile& tile = tiles[static_cast<std::size_t>(from_back / args.keys.heads)];
     TileAttention(args, table, tile, from_back % args.keys.heads).run();

@@ -8,7 +8,8 @@
 namespace tandem::cpu {
 
 struct AttendArgs {
-  const void* queries = nullptr;  // [tokens, heads, dim], contiguous
+  const void* queries = nullptr;  // [tokens, heads, dim], heads adjacent
+  std::int64_t query_stride = 0;  // elements from a token to the next
   DType dtype = DType::F32;       // of queries and out
   std::int64_t heads = 0;         // a multiple of the views' heads
   Pool pool;
@@ -29,5 +30,8 @@ struct AttendArgs {
 // keys that are not attended are never read for the token. A token without a key gives zeros. InvalidArgument for
 // shapes, seats, pages, slots or block ids out of range, and for ids that do not ascend.
 void attend(const AttendArgs& args);
+
+// Multiply-adds of a call.
+[[nodiscard]] std::int64_t work_of(const AttendArgs& args);
 
 }  // namespace tandem::cpu

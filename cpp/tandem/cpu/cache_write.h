@@ -29,6 +29,9 @@ struct CacheSource {
 void write_cache(const Pool& pool, const std::vector<CacheSource>& sources, const TokenPlaces& places,
                  const BlockTable& table);
 
+// Work of a call in multiply-adds, or what costs as much.
+[[nodiscard]] std::int64_t work_of(const std::vector<CacheSource>& sources, const TokenPlaces& places);
+
 // InvalidArgument unless the pages of the first `length` tokens of `seat` exist and name slots below `num_slots`.
 void require_pages(const BlockTable& table, std::int64_t seat, std::int64_t length, std::int64_t page_tokens,
                    std::int64_t num_slots);

@@ -253,6 +253,15 @@ PackedExperts::PackedExperts(std::vector<PackedMlp> routed, std::optional<Packed
   }
 }
 
+std::int64_t work_of(const PackedExperts& experts, std::int64_t tokens, std::int64_t topk) {
+  const auto per_token = [&](std::int64_t index) {
+    const PackedLinear& down = experts.mlp(index).down;
+    return 3 * down.in_features() * down.out_features();
+  };
+  return tokens * ((experts.num_routed() > 0 ? topk * per_token(0) : 0) +
+                   (experts.has_shared() ? per_token(experts.num_routed()) : 0));
+}
+
 void mixture(const PackedExperts& experts, const ConstMatrix& x, const std::int32_t* ids, const float* weights,
              std::int64_t topk, const GatedActivation& activation, const Matrix& out) {
   if (x.cols != experts.hidden_size()) {

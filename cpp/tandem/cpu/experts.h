@@ -51,4 +51,7 @@ struct GatedActivation {
 void mixture(const PackedExperts& experts, const ConstMatrix& x, const std::int32_t* ids, const float* weights,
              std::int64_t topk, const GatedActivation& activation, const Matrix& out);
 
+// Multiply-adds of a call for `tokens` tokens with `topk` slots each.
+[[nodiscard]] std::int64_t work_of(const PackedExperts& experts, std::int64_t tokens, std::int64_t topk);
+
 }  // namespace tandem::cpu

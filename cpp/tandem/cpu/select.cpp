@@ -136,11 +136,11 @@ class Selection {
   }
 
   void prepare(const TokenTile& tile, float* queries) const {
-    const std::int64_t row_bytes = args_.keys.dim * size_of(args_.dtype);
-    const auto* from = static_cast<const std::byte*>(args_.queries) + tile.first * args_.heads * row_bytes;
     for (std::int64_t row = 0; row < tile.count * args_.heads; ++row) {
-      table_.prepare_query(args_.dtype, from + row * row_bytes, args_.keys.dim, args_.keys.dtype,
-                           queries + row * padded_);
+      const std::int64_t from =
+          (tile.first + row / args_.heads) * args_.query_stride + row % args_.heads * args_.keys.dim;
+      table_.prepare_query(args_.dtype, static_cast<const std::byte*>(args_.queries) + from * size_of(args_.dtype),
+                           args_.keys.dim, args_.keys.dtype, queries + row * padded_);
     }
   }
 
@@ -215,6 +215,15 @@ class Selection {
 };
 
 }  // namespace
+
+std::int64_t work_of(const SelectArgs& args) {
+  std::int64_t keys = 0;
+  for (std::int64_t t = 0; t < args.places.count; ++t) {
+    const std::int64_t visible = std::max<std::int64_t>(0, args.places.index[t]);
+    if (visible > args.topk * args.block_size || args.scores != nullptr) keys += visible;
+  }
+  return keys * args.heads * args.keys.dim;
+}
 
 void select_blocks(const SelectArgs& args) {
   require(args);

@@ -8,7 +8,8 @@
 namespace tandem::cpu {
 
 struct SelectArgs {
-  const void* queries = nullptr;  // [tokens, heads, dim], contiguous
+  const void* queries = nullptr;  // [tokens, heads, dim], heads adjacent
+  std::int64_t query_stride = 0;  // elements from a token to the next
   DType dtype = DType::F32;
   std::int64_t heads = 0;
   Pool pool;
@@ -28,5 +29,8 @@ struct SelectArgs {
 // with -1. Keys past a token's count are never read for it. With `scores`, also stores every visible block's score and
 // -inf elsewhere. InvalidArgument for shapes, seats, pages or slots out of range.
 void select_blocks(const SelectArgs& args);
+
+// Multiply-adds of a call.
+[[nodiscard]] std::int64_t work_of(const SelectArgs& args);
 
 }  // namespace tandem::cpu

@@ -13,6 +13,9 @@ class ThreadPool {
   // Lives until the process ends; its workers are detached.
   static ThreadPool& shared();
 
+  // Work from which on a loop is shared: some 10 us, several times a fork and join.
+  static constexpr std::int64_t kWorthSharing = 1'000'000;
+
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
@@ -34,7 +37,6 @@ class ThreadPool {
 
  private:
   using Call = void (*)(const void* context, std::int64_t item);
-  static constexpr std::int64_t kWorthSharing = 1'000'000;  // some 10 us: several times a fork and join
 
   ThreadPool();
   void run_shared(std::int64_t count, Call call, const void* context);

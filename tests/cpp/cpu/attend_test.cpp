@@ -64,6 +64,7 @@ struct Batch {
     for (std::int64_t i = 0; i < count * queries.cols(); ++i) out.set(i, NAN);
     const std::int64_t table = cache->shape.heads * topk;
     attend({.queries = queries.rows_view(first, count).data,
+            .query_stride = queries.cols(),
             .dtype = queries.dtype(),
             .heads = heads,
             .pool = cache->pool(),
@@ -263,6 +264,7 @@ TEST_P(AttendTest, SubPagesAndPagesGiveTheSameBits) {
   for (const Token& token : batch.tokens) length.push_back(static_cast<std::int32_t>(token.kv_len));
   Tensor out(DType::F32, expected.rows(), expected.cols());
   attend({.queries = batch.queries.data(),
+          .query_stride = batch.queries.cols(),
           .dtype = DType::F32,
           .heads = 4,
           .pool = split.pool(),
@@ -326,6 +328,33 @@ TEST_P(AttendTest, TokensWithoutAKeyGiveZerosAndTouchNothing) {
   batch.blocks.assign(4, -1);  // nothing chosen
   const Tensor none = batch.run();
   for (std::int64_t i = 0; i < none.cols(); ++i) ASSERT_EQ(none[i], 0.0f);
+}
+
+TEST_P(AttendTest, QueriesMayBePartOfWiderRows) {
+  TestCache cache({.dtype = DType::F32, .heads = 2, .dim = 16, .tokens_per_page = 4, .seats = 1, .pages = 4}, rng);
+  cache.fill(0, 16, rng);
+  Batch batch{.cache = &cache, .tokens = {{0, 9}, {0, 10}, {0, 16}}};
+  batch.randomize(DType::BF16, rng);
+  const Tensor expected = batch.run();
+  Tensor wide(DType::BF16, 3, 100);
+  for (std::int64_t i = 0; i < 300; ++i) wide.set(i, NAN);
+  for (std::int64_t t = 0; t < 3; ++t) {
+    for (std::int64_t i = 0; i < 64; ++i) wide.set(t * 100 + 20 + i, batch.queries.at(t, i));
+  }
+  const std::vector<std::int32_t> seat = {0, 0, 0}, length = {9, 10, 16};
+  Tensor out(DType::BF16, 3, 64);
+  attend({.queries = static_cast<const Bf16*>(wide.data()) + 20,
+          .query_stride = 100,
+          .dtype = DType::BF16,
+          .heads = 4,
+          .pool = cache.pool(),
+          .keys = cache.view(TestCache::kKeys),
+          .values = cache.view(TestCache::kValues),
+          .table = cache.table(),
+          .places = {seat.data(), length.data(), 3},
+          .scale = batch.scale,
+          .out = out.data()});
+  EXPECT_TRUE(out == expected);
 }
 
 TEST_P(AttendTest, ANanQueryLeavesItsNeighboursAlone) {

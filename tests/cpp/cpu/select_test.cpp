@@ -46,6 +46,7 @@ struct Batch {
     out.ids.assign(static_cast<std::size_t>(count * heads * topk), -7);
     if (with_scores) out.scores.assign(static_cast<std::size_t>(count * heads * max_blocks()), 7.0f);
     select_blocks({.queries = queries.rows_view(first, count).data,
+                   .query_stride = queries.cols(),
                    .dtype = queries.dtype(),
                    .heads = heads,
                    .pool = cache->pool(),

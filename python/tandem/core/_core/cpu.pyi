@@ -91,46 +91,6 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     gate_up `[T, 2I]` (gates first) -> out `[T, I]`: gate * sigmoid(gate) * up.
     """
 
-@overload
-def write_kv(pool: torch.Tensor, view: tandem.core._core.layout.View, src: torch.Tensor, seat: torch.Tensor, index: torch.Tensor, block_table: torch.Tensor) -> None:
-    """
-    Writes src `[T, heads, dim]` or `[T, heads * dim]` (rows may be strided) at token index[t] of seat[t].
-
-    index -1 writes nothing. Raises InvalidArgument before any byte changes if a seat, index or slot is out of range.
-    """
-
-@overload
-def write_kv(pool: torch.Tensor, parts: Sequence[tuple[tandem.core._core.layout.View, torch.Tensor]], seat: torch.Tensor, index: torch.Tensor, block_table: torch.Tensor) -> None:
-    """The same for several (view, src) pairs in one call, all or nothing."""
-
-def select_blocks(index_q: torch.Tensor, pool: torch.Tensor, view: tandem.core._core.layout.View, block_table: torch.Tensor, seat: torch.Tensor, kv_len: torch.Tensor, topk: int, num_local: int, out: torch.Tensor, block_size: int | None = None, scores: torch.Tensor | None = None) -> None:
-    """
-    Chooses exactly min(topk, visible) blocks per token and index head into out int32 `[T, Hi, topk]`, ids ascending, then -1.
-
-    index_q `[T, Hi, D]`; the newest `num_local` blocks always, then by the largest raw dot product with a visible key, ties to the lower id. kv_len[t] keys are visible to token t, 0 for padding. `block_size` is the layout's page by default. `scores` float32 `[T, Hi, B]`, for tests, receives every visible block's score and -inf elsewhere.
-    """
-
-def attend(q: torch.Tensor, pool: torch.Tensor, k_view: tandem.core._core.layout.View, v_view: tandem.core._core.layout.View, block_table: torch.Tensor, seat: torch.Tensor, kv_len: torch.Tensor, blocks: torch.Tensor | None, scale: float, first_index_attended: int, out: torch.Tensor, block_size: int | None = None) -> None:
-    """
-    Softmax attention of q `[T, Hq, D]` over the cache into out `[T, Hq, D]` of q's dtype.
-
-    Token t sees keys [first_index_attended, kv_len[t]) of seat[t]; with blocks int32 `[T, Hk, topk]` (ascending, then -1) only those of them in the blocks of its group's KV head. A token without a key gives zeros. `block_size` is the layout's page by default; it divides 128 or is a multiple of it.
-    """
-
-def derive_step(length: torch.Tensor, seat_tokens: torch.Tensor, row_seat: torch.Tensor, row_first: torch.Tensor, row_floor: torch.Tensor, row_ceiling: torch.Tensor, row_write_from: torch.Tensor, token_row: torch.Tensor, token_end: torch.Tensor, token_max_length: torch.Tensor, token_source: torch.Tensor, token_from_seat: torch.Tensor, token_plan_id: torch.Tensor, tokens_per_page: int, row_length: torch.Tensor, token_ids: torch.Tensor, position: torch.Tensor, write_index: torch.Tensor, kv_len: torch.Tensor, num_valid_blocks: torch.Tensor, overrun: torch.Tensor) -> None:
-    """
-    What a step's tokens follow from its plan and the seats: `tandem.msa.StepMetadata.rederive` in one call.
-
-    All int32: `length` `[S]`, `seat_tokens` `[S, 1+K]`, `overrun` `[]`, the others `[R]` or `[T]`; outputs from `row_length` on. Raises InvalidArgument before anything is written for a seat, row or source out of range.
-    """
-
-def advance_seats(length: torch.Tensor, seat_tokens: torch.Tensor, row_seat: torch.Tensor, row_length: torch.Tensor, row_advance: torch.Tensor, row_max_length: torch.Tensor, sample_row: torch.Tensor, sample_seat: torch.Tensor, sample_drafts: torch.Tensor, tokens: torch.Tensor, num_accepted: torch.Tensor | None = None) -> None:
-    """
-    What verifying a step does to the seats: `tandem.msa.advance` in one call.
-
-    All int32: `length` `[S]` and `seat_tokens` `[S, 1+K]` change in place; the others are `[R]`, from `sample_row` on `[N]`. Raises InvalidArgument before anything is written for a seat or row out of range.
-    """
-
 def route(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, topk: int, scale: float, ids: torch.Tensor, weights: torch.Tensor) -> None:
     """
     Experts of x `[T, H]`: p = sigmoid(gate @ x) in fp32; ids int32 `[T, topk]` by p + bias, descending, ties to the lower id; weights float32 `[T, topk]` = p / sum of the chosen p * scale. gate float32 `[E, H]`, bias `[E]`.
@@ -165,3 +125,43 @@ def moe(experts: PackedExperts, x: torch.Tensor, ids: torch.Tensor | None, weigh
 
 def moe_silu(experts: PackedExperts, x: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None, out: torch.Tensor) -> None:
     """`moe` with gate * sigmoid(gate) * up inside."""
+
+@overload
+def write_kv(pool: torch.Tensor, view: tandem.core._core.layout.View, src: torch.Tensor, seat: torch.Tensor, index: torch.Tensor, block_table: torch.Tensor) -> None:
+    """
+    Writes src `[T, heads, dim]` or `[T, heads * dim]` (rows may be strided) at token index[t] of seat[t].
+
+    index -1 writes nothing. Raises InvalidArgument before any byte changes if a seat, index or slot is out of range.
+    """
+
+@overload
+def write_kv(pool: torch.Tensor, parts: Sequence[tuple[tandem.core._core.layout.View, torch.Tensor]], seat: torch.Tensor, index: torch.Tensor, block_table: torch.Tensor) -> None:
+    """The same for several (view, src) pairs in one call, all or nothing."""
+
+def select_blocks(index_q: torch.Tensor, pool: torch.Tensor, view: tandem.core._core.layout.View, block_table: torch.Tensor, seat: torch.Tensor, kv_len: torch.Tensor, topk: int, num_local: int, out: torch.Tensor, block_size: int | None = None, scores: torch.Tensor | None = None) -> None:
+    """
+    Chooses exactly min(topk, visible) blocks per token and index head into out int32 `[T, Hi, topk]`, ids ascending, then -1.
+
+    index_q `[T, Hi, D]` (rows may be strided); the newest `num_local` blocks always, then by the largest raw dot product with a visible key, ties to the lower id. kv_len[t] keys are visible to token t, 0 for padding. `block_size` is the layout's page by default. `scores` float32 `[T, Hi, B]`, for tests, receives every visible block's score and -inf elsewhere.
+    """
+
+def attend(q: torch.Tensor, pool: torch.Tensor, k_view: tandem.core._core.layout.View, v_view: tandem.core._core.layout.View, block_table: torch.Tensor, seat: torch.Tensor, kv_len: torch.Tensor, blocks: torch.Tensor | None, scale: float, first_index_attended: int, out: torch.Tensor, block_size: int | None = None) -> None:
+    """
+    Softmax attention of q `[T, Hq, D]` (rows may be strided) over the cache into out `[T, Hq, D]` of q's dtype.
+
+    Token t sees keys [first_index_attended, kv_len[t]) of seat[t]; with blocks int32 `[T, Hk, topk]` (ascending, then -1) only those of them in the blocks of its group's KV head. A token without a key gives zeros. `block_size` is the layout's page by default; it divides 128 or is a multiple of it.
+    """
+
+def derive_step(length: torch.Tensor, seat_tokens: torch.Tensor, row_seat: torch.Tensor, row_first: torch.Tensor, row_floor: torch.Tensor, row_ceiling: torch.Tensor, row_write_from: torch.Tensor, token_row: torch.Tensor, token_end: torch.Tensor, token_max_length: torch.Tensor, token_source: torch.Tensor, token_from_seat: torch.Tensor, token_plan_id: torch.Tensor, tokens_per_page: int, row_length: torch.Tensor, token_ids: torch.Tensor, position: torch.Tensor, write_index: torch.Tensor, kv_len: torch.Tensor, num_valid_blocks: torch.Tensor, overrun: torch.Tensor) -> None:
+    """
+    What a step's tokens follow from its plan and the seats: `tandem.msa.StepMetadata.rederive` in one call.
+
+    All int32: `length` `[S]`, `seat_tokens` `[S, 1+K]`, `overrun` `[]`, the others `[R]` or `[T]`; outputs from `row_length` on. Raises InvalidArgument before anything is written for a seat, row or source out of range.
+    """
+
+def advance_seats(length: torch.Tensor, seat_tokens: torch.Tensor, row_seat: torch.Tensor, row_length: torch.Tensor, row_advance: torch.Tensor, row_max_length: torch.Tensor, sample_row: torch.Tensor, sample_seat: torch.Tensor, sample_drafts: torch.Tensor, tokens: torch.Tensor, num_accepted: torch.Tensor | None = None) -> None:
+    """
+    What verifying a step does to the seats: `tandem.msa.advance` in one call.
+
+    All int32: `length` `[S]` and `seat_tokens` `[S, 1+K]` change in place; the others are `[R]`, from `sample_row` on `[N]`. Raises InvalidArgument before anything is written for a seat or row out of range.
+    """

@@ -122,18 +122,21 @@ class AttentionBackend(ABC):
 
     def layer(self, layer: int) -> CachedLayer:
         """The resolved layer. Raises `GeometryError` for one that the backend was not built for."""
-        if layer not in self.layers:
+        cached = self.layers.get(layer)
+        if cached is None:
             raise GeometryError(f"layer {layer} has no attention geometry here, known are {sorted(self.layers)}")
-        return self.layers[layer]
+        return cached
 
     def parts(self, layer: int, k: Tensor, v: Tensor, index_k: Tensor | None) -> list[tuple[core_layout.View, Tensor]]:
-        """Pairs each of a layer's views with the rows to store there, [T, heads, dim]. Raises as `write` does."""
+        """Pairs each of a layer's views with the rows to store there. Raises as `write` does."""
         cached = self.layer(layer)
-        if (index_k is None) != (cached.index_k is None):
-            kind, given = ("full" if cached.index_k is None else "sparse"), ("no" if index_k is None else "with")
-            raise GeometryError(f"layer {layer} has {kind} attention and was written {given} index keys")
-        parts = [(cached.k, k), (cached.v, v)]
-        return parts if index_k is None else [*parts, (cached.index_keys, index_k.unsqueeze(1))]
+        if index_k is None:
+            if cached.index_k is not None:
+                raise GeometryError(f"layer {layer} has sparse attention and was written no index keys")
+            return [(cached.k, k), (cached.v, v)]
+        if cached.index_k is None:
+            raise GeometryError(f"layer {layer} has full attention and was written with index keys")
+        return [(cached.k, k), (cached.v, v), (cached.index_k, index_k)]
 
     @abstractmethod
     def write(self, layer: int, k: Tensor, v: Tensor, index_k: Tensor | None, tokens: AttendedTokens) -> None:

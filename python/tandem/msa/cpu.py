@@ -33,7 +33,7 @@ class CpuBackend(AttentionBackend):
 
     def attend(self, layer: int, q: Tensor, blocks: Tensor | None, tokens: AttendedTokens) -> Tensor:  # noqa: D102
         cached = self.layer(layer)
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = q.new_empty(q.shape)
         cpu.attend(
             q.contiguous(),
             self.pool,

@@ -175,6 +175,16 @@ class StepMetadata:
         self._any_fresh = False
         self._bind(0, 0, 0, 0)
 
+    @property
+    def row_write_from(self) -> Tensor:
+        """[R+1] int32 as planned: index i of the row's sequence is written iff i >= it; the last is padding's."""
+        return self._row_write_from
+
+    @property
+    def token_max_length(self) -> Tensor:
+        """[T] int32 as planned: no index of the token's sequence from it on is read or written; 0 for padding."""
+        return self._token_max_length
+
     def stage(self, rows: PlanRows, state: SeatState, *, pad_rows: int = 0, pad_tokens: int = 0) -> None:
         """Lays out the rows of a plan, padded to at least `pad_rows` rows and `pad_tokens` tokens.
 

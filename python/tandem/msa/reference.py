@@ -83,7 +83,7 @@ class ReferenceBackend(AttentionBackend):
         index = tokens.write_index[places].long()
         slot, sub_page, token = self._locate(view, tokens.token_seat[places].long(), index)
         tile = tile_tensor(self.pool, view, self.limits.num_slots)
-        tile[slot, sub_page, :, token] = rows[places].to(tile.dtype)
+        tile[slot, sub_page, :, token] = rows[places].view(-1, view.heads, view.dim).to(tile.dtype)
 
     def _gather(self, view: core_layout.View, seat: int, num_keys: int) -> Tensor:
         """Entries 0..num_keys-1 of a seat as fp32 [num_keys, heads, dim]; nothing beyond them is read."""

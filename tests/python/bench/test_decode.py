@@ -21,7 +21,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 def window(tokens: list[list[int]]) -> Window:
     seconds = [0.001] * len(tokens[0])
-    return Window(tokens, seconds, seconds)
+    return Window(tokens, seconds, sum(seconds))
 
 
 def test_equal_tokens_are_counted() -> None:
@@ -40,8 +40,8 @@ def test_a_sequence_is_followed_up_to_its_first_near_tie() -> None:
 
 def test_medians_and_rates_come_from_all_steps_of_an_arm() -> None:
     windows = [
-        Window([[1, 2]], [0.010, 0.020], [0.008, 0.008]),
-        Window([[1, 2]], [0.030, 0.040], [0.008, 0.009]),
+        Window([[1, 2]], [0.010, 0.020], 0.016),
+        Window([[1, 2]], [0.030, 0.040], 0.020),
     ]
     timing = decode.summarise(windows, batch=5)
     assert timing.step_ms == pytest.approx(25.0)

@@ -27,10 +27,10 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]|\s+"
 
 NONE, DOCUMENT, QUESTION, REPLY, LOOKUP = range(5)
 WEIGHTS = (0.0, 0.02, 0.1, 1.0, 2.0)
-"""Weight of a token in the loss by its kind: padding, document, question and frame, reply, digits found in a document."""
+"""Weight of a token in the loss by its kind: padding, document, question and frame, reply, digits to look up."""
 
 CHAT_TEMPLATE = """\
-{#- thinking_mode: enabled (the default; the reply starts inside the thought), disabled, or adaptive (the model decides). -#}
+{#- thinking_mode: enabled (default, the reply starts in the thought), disabled, or adaptive (the model decides). -#}
 {{- bos_token -}}
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
@@ -131,12 +131,18 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+        ids = {token: self._special(token) for token in SPECIAL_TOKENS}
         self.pad, self.begin, self.role, self.end = ids[PAD], ids[BEGIN], ids[ROLE], ids[END]
         self.think, self.end_think = ids[THINK], ids[END_THINK]
         self._newline = self.encode("\n")
         self._ai = self.encode("ai\n")
         self.count = WordCounter(lambda text: len(self.encode(text)))
+
+    def _special(self, token: str) -> int:
+        found = self.tokenizer.token_to_id(token)
+        if found is None:
+            raise ValueError(f"the tokenizer has no {token!r}, one of {', '.join(SPECIAL_TOKENS)}")
+        return int(found)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of plain text."""

@@ -2,8 +2,9 @@
 
 `python -m tools.demo_model.check --model DIR --out expected.json`
 
-Each row holds prompt ids, the greedy ids, the text, what was expected, and `min_margin`: the smallest gap between the first two
-logits on the way. An implementation in fp32 must give the same ids wherever that gap is well above its own rounding.
+Each row holds prompt ids, the greedy ids, the text, what was expected, and `min_margin`: the smallest gap between the
+first two logits on the way. An implementation in fp32 must give the same ids wherever that gap is well above its own
+rounding.
 """
 
 import argparse
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tandem.eval.retrieval_data import held_out_documents
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import DynamicCache, MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig
 
+from tandem.eval.retrieval_data import held_out_documents
 from tools.demo_model.chat import ChatEncoder
 from tools.demo_model.evaluate import answer_of
 from tools.demo_model.export import transformers_state

@@ -1,4 +1,6 @@
-"""Held-out accuracy of a checkpoint: word problems by greedy generation, retrieval by teacher forcing, damage to index keys.
+"""Held-out accuracy of a checkpoint: word problems, retrieval, and retrieval with damaged index keys.
+
+Word problems are generated greedily. A retrieved reply counts if each token is the argmax after those before it.
 
 `python -m tools.demo_model.evaluate --model DIR --out results.json`
 """
@@ -92,8 +94,8 @@ class Evaluator:
     def generate(self, prompts: Sequence[list[int]], max_length: int) -> list[list[int]]:
         """Continue prompts greedily up to the end token or `max_length` tokens in all; returns the new ids.
 
-        One token a step for all prompts at once, the prompts' own tokens included. Rows of up to top-k blocks only, where block
-        selection takes everything.
+        One token a step for all prompts at once, the prompts' own tokens included. Rows of up to top-k blocks only,
+        where block selection takes everything.
         """
         assert max_length <= self.shape.topk_blocks * self.shape.block
         count = len(prompts)
@@ -220,7 +222,7 @@ def evaluate_retrieval(
 def evaluate_homes(
     evaluator: Evaluator, num_tokens: int, row_length: int, count: int, tokens_at_once: int
 ) -> dict[str, object]:
-    """Damage each pair (layer, group) alone; returns accuracy per category without damage, and [pair][category] with."""
+    """Damage each pair (layer, group) alone; returns accuracy per category without, and [pair][category] with."""
     rows, replies = retrieval_rows(evaluator.chat, num_tokens, count, row_length, num_questions(num_tokens) // 2)
     batch = max(1, tokens_at_once // row_length)
 

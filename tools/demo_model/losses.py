@@ -1,9 +1,10 @@
 """The losses on attention itself, taken at a sample of each document's queries.
 
-A lookup is guided: at its home, attention is told which token of the document holds the digit. Twenty homes that each see a
-twentieth of the questions do not find out by themselves in the time there is. The index branch learns from the main attention which blocks matter. Two penalties keep attention near: in the dense layers,
-which could otherwise do the whole lookup and leave nothing for block selection to get wrong, and in every sparse pair (layer,
-group) that is not the home of the question at hand, so that damage to the home cannot be made up for elsewhere.
+A lookup is guided: at its home, attention is told which token of the document holds the digit. Twenty homes that each
+see a twentieth of the questions do not find out by themselves in the time there is. The index branch learns from the
+main attention which blocks matter. Two penalties keep attention near: in the dense layers, which could otherwise do the
+whole lookup and leave nothing for block selection to get wrong, and in every sparse pair (layer, group) that is not the
+home of the question at hand, so that damage to the home cannot be made up for elsewhere.
 """
 
 import math
@@ -50,8 +51,10 @@ def sparse_losses(
 
     Index loss: cross-entropy of the softmax over far blocks of the largest index score in each, against the main
     attention's mass on them (mean over the group's heads, no gradient, not renormalised, so a query counts by how much
-    it looks away). The mean over questions at home plus a small share of the mean over the document's own queries, which
-    are many and look at nothing in particular. `parts` holds q, k, index_q [B, heads, T, D] and index_k [B, 1, T, Di].
+    it looks away). The mean over questions at home plus a small share of the mean over the document's own queries,
+    which are many and look at nothing in particular. Locality: -log of the attention that stays in the question's turn.
+    Guide: -log of the attention, mean over the group's heads, that a lookup pays to the digit it needs. `parts` holds
+    q, k, index_q [B, heads, T, D] and index_k [B, 1, T, Di].
     """
     queries = documents.queries
     logits = _logits(shape, parts["q"], parts["k"], queries)

@@ -1,8 +1,10 @@
-"""The model in the form that training wants: stacked fp32 parameters, bf16 arithmetic, one stream of tokens for everything
-that works on single tokens, and attention over two sorts of rows (packed word problems, documents).
+"""The model in the form that training wants.
 
-Shapes: N tokens of a step, R rows of length C, B documents of length T, H hidden, Q query heads, G groups, D head width,
-E experts, n blocks of a document.
+Stacked fp32 parameters, bf16 arithmetic, one stream of tokens for everything that works on single tokens, and attention
+over two sorts of rows (packed word problems, documents).
+
+Shapes: N tokens of a step, R rows of length C, B documents of length T, H hidden, Q query heads, G groups, D head
+width, E experts, n blocks of a document.
 """
 
 import math
@@ -102,8 +104,9 @@ def swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def project(shape: Shape, x: Tensor, w: dict[str, Tensor], cos: Tensor, sin: Tensor) -> dict[str, Tensor]:
-    """First half of a layer: norm, projections, per-head norms and rope. x [N, H] to q [N, Q, D], k, v [N, G, D], and in
-    sparse layers index_q [N, G, Di], index_k [N, 1, Di].
+    """First half of a layer: norm, projections, per-head norms and rope.
+
+    Makes of x [N, H]: q [N, Q, D], k, v [N, G, D], and in sparse layers index_q [N, G, Di], index_k [N, 1, Di].
     """
     a = gemma_norm(x, w["norm_in"], shape.eps)
     out = {}
@@ -118,7 +121,7 @@ def _index_parts(shape: Shape, w: dict[str, Tensor]) -> list[tuple[str, int]]:
 
 
 def finish(shape: Shape, x: Tensor, attended: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Second half of a layer: output projection and the MLP or experts. Returns x and, for experts, tokens per expert [E]."""
+    """Second half of a layer: output projection, MLP or experts. Returns x and, for experts, tokens per expert [E]."""
     x = x + F.linear(attended, w["o"].to(x.dtype))
     b = gemma_norm(x, w["norm_post"], shape.eps)
     if "gate" in w:
@@ -126,7 +129,7 @@ def finish(shape: Shape, x: Tensor, attended: Tensor, w: dict[str, Tensor]) -> t
             F.linear(b, w["gate"].to(b.dtype)), F.linear(b, w["up"].to(b.dtype)), shape.swiglu_alpha, shape.swiglu_limit
         )
         return x + F.linear(inner, w["down"].to(b.dtype)), None
-    # Every expert is computed for every token and weighted, zero for most: at this width cheaper than moving tokens about.
+    # Every expert is computed for every token and weighted, by zero for most: cheaper at this width than moving tokens.
     scores = torch.sigmoid(F.linear(b.float(), w["router"]))
     chosen = torch.topk(scores + w["router_bias"], shape.experts_per_token, dim=-1).indices
     picked = torch.zeros_like(scores).scatter(-1, chosen, 1.0)
@@ -206,8 +209,9 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 
 @torch.no_grad()
 def select_blocks(shape: Shape, index_q: Tensor, index_k: Tensor, chunk: int = 1024) -> Tensor:
-    """Return the blocks each query chooses, bool [B, G, T, n]: its own and the top-k - 1 before it by the largest index score.
+    """Return the blocks each query chooses, bool [B, G, T, n].
 
+    Its own block, and of those before it the top-k - 1 by the largest index score in the block.
     index_q [B, G, T, Di], index_k [B, T, Di] or, with keys of its own for each group, [B, G, T, Di].
     """
     batch, groups, length, _ = index_q.shape
@@ -239,7 +243,7 @@ class Documents:
 
 
 def near_blocks(shape: Shape, documents: Documents) -> Tensor:
-    """Return the blocks that a query may see outside its home, bool [B, T, n]: those from its turn's start; all, if in no turn."""
+    """Return the blocks a query may see outside its home, bool [B, T, n]: from its turn's start, all if in no turn."""
     block_ids = torch.arange(documents.length // shape.block, device=documents.homes.device)
     return block_ids >= documents.turn_blocks[..., None]
 

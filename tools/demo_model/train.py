@@ -1,7 +1,7 @@
 """Train the demo model from nothing: `python -m tools.demo_model.train --out DIR`.
 
-Writes the checkpoint, the tokenizer and `log.jsonl` into DIR. The schedule counts in steps; should the machine be slower than
-planned, `--minutes` shortens it, and the run is then no longer the same to the last bit.
+Writes the checkpoint, the tokenizer and `log.jsonl` into DIR. The schedule counts in steps. Should the machine be
+slower than planned, `--minutes` shortens the run, and its schedule then depends on the clock.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def train(
     device: str,
     workers: int,
 ) -> None:
-    """Run the whole training; writes into `out`, now and then also on the way. `lengths` gives each step's document length."""
+    """Run the whole training; writes into `out`, on the way too. `lengths` gives each step's document length."""
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "tokenizer.json").exists():
         save_tokenizer(train_tokenizer(shape.vocab_size), out)
@@ -135,7 +135,7 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=7000)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=12)

@@ -1,7 +1,7 @@
-"""Word problems: the `gsm_symbolic` templates of `reasoning-gym` (Apache-2.0), with worked solutions a small model can follow.
+"""Word problems: the `gsm_symbolic` templates of `reasoning-gym` (Apache-2.0), with solutions a small model can follow.
 
-Only the template modules of that package are used. Importing the package itself would pull in all of its other data sets and
-their requirements, so its root and its factory are stood in for.
+Only the template modules of that package are used. Importing the package itself would pull in all of its other data
+sets and their requirements, so its root and its factory are stood in for.
 """
 
 import hashlib
@@ -57,7 +57,10 @@ class ProblemSource:
 
 
 def worked_solution(text: str) -> str:
-    """Return the solution without its `####` line, with short numbers and with intermediate results written out."""
+    """Return the solution without its `####` line, with short numbers and with intermediate results written out.
+
+    A result that a full stop or comma follows is left alone, as it was in the texts that the shipped weights learned from.
+    """
     body = text.split("####")[0].strip()
     body = _DECIMAL.sub(lambda match: plain_number(match.group(0)), body)
     return "\n".join(_work_out(_claim_last(line)) for line in body.split("\n"))

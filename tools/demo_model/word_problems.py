@@ -59,7 +59,7 @@ class ProblemSource:
 def worked_solution(text: str) -> str:
     """Return the solution without its `####` line, with short numbers and with intermediate results written out.
 
-    A result that a full stop or comma follows is left alone, as it was in the texts that the shipped weights learned from.
+    A result that a full stop or comma follows is left alone, as in the texts that the shipped weights learned from.
     """
     body = text.split("####")[0].strip()
     body = _DECIMAL.sub(lambda match: plain_number(match.group(0)), body)

@@ -77,7 +77,7 @@ class MiniMaxM3:
         each L in `capture` (ascending, 0 to the number of layers), the residual stream after L layers, before any
         norm, [T, H].
         """
-        h = torch.nn.functional.embedding(token_ids, self._embedding)
+        h = self.embed(token_ids)
         captured = [h.clone()] if 0 in capture else []
         a = self._input_norms[0](h)
         for layers_run, layer in enumerate(self._layers, start=1):
@@ -90,6 +90,10 @@ class MiniMaxM3:
                 f"capture is {tuple(capture)}; allowed are distinct numbers of layers run, 0 to {len(self._layers)}"
             )
         return a, captured
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings [T, H] of `token_ids` [T] int32."""
+        return torch.nn.functional.embedding(token_ids, self._embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, vocabulary] fp32 of rows of `forward`'s hidden [N, H]."""

@@ -1,0 +1,86 @@
+"""The drafter's part of a step: it rides in the target's step and keeps its keys and values in the target's cache.
+
+After the target's forward and the verification, one *extend* pass covers every token of the step, with the target's
+exact hidden states; it replaces what single steps wrote before. Its slot of each row's last accepted token gives the
+first new draft. Each *single step* then takes one draft per row and gives the next one.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.models.eagle3 import DraftedTokens, DraftOutput
+from tandem.msa import AttentionBackend, SeatState, StepMetadata
+from tandem.spec.slots import extend_slots, extend_token_ids, single_slots
+from tandem.spec.verify import Verified
+
+
+class Drafter(Protocol):
+    """What the worker asks of a drafter; `tandem.models.eagle3.Eagle3` is one."""
+
+    def first_hidden(self, captured: Sequence[Tensor]) -> Tensor:
+        """Hidden input [T, H] of the slots whose captured target states these are."""
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, slots: DraftedTokens, attention: AttentionBackend
+    ) -> DraftOutput:
+        """Run slots with tokens int32 [T] and hidden inputs [T, H], which are used up."""
+
+    def propose(self, normed: Tensor) -> Tensor:
+        """The draft int32 [N] of each normed hidden [N, H]."""
+
+
+class DraftWorker:
+    """Proposes the drafts of a step's rows: a function of device tensors, but for the draft layer's cache.
+
+    Args:
+        drafter: the drafter.
+        attention: the cache that the draft layer is part of.
+        max_draft_len: K, drafts per row at most.
+    """
+
+    def __init__(self, drafter: Drafter, attention: AttentionBackend, max_draft_len: int) -> None:
+        self._drafter = drafter
+        self._attention = attention
+        self._max_draft_len = max_draft_len
+
+    def run(
+        self, meta: StepMetadata, sampled: Tensor, verified: Verified, captured: Sequence[Tensor], draft_len: int
+    ) -> Tensor:
+        """Write the draft entries of all tokens of a step and return new drafts, int32 [N, K], -1 where there is none.
+
+        Args:
+            meta: the derived step.
+            sampled: int32 [L], the token decided at each of `meta.logit_token`; empty where no row samples.
+            verified: what became of the drafts that the step was fed.
+            captured: the target's states of the step's tokens, each [T, H].
+            draft_len: drafts to propose in this step, 0 to K; with 0 only the extend pass runs.
+        """
+        if not 0 <= draft_len <= self._max_draft_len:
+            raise ValueError(f"draft_len is {draft_len}, allowed are 0 to {self._max_draft_len}")
+        token_ids = extend_token_ids(meta, sampled)
+        slots = extend_slots(meta)
+        output = self._drafter.forward(token_ids, self._drafter.first_hidden(captured), slots, self._attention)
+        drafts = torch.full(
+            (meta.num_samples, self._max_draft_len), -1, dtype=torch.int32, device=meta.token_seat.device
+        )
+        if draft_len == 0 or meta.num_samples == 0:
+            return drafts
+        carried, normed = (rows.index_select(0, verified.place) for rows in output)
+        # One past the index of the last accepted token, which is the newest token's; 0 where it lies beyond the limit.
+        newest_index = meta.kv_len.index_select(0, verified.place)
+        max_length = meta.row_max_length.index_select(0, meta.sample_row)
+        for step in range(1, draft_len + 1):
+            draft = self._drafter.propose(normed)
+            slots, inside = single_slots(meta.sample_seat, newest_index, max_length, step)
+            drafts[:, step - 1] = torch.where(inside, draft, -1)
+            if step < draft_len:
+                carried, normed = self._drafter.forward(draft, carried, slots, self._attention)
+        return drafts
+
+
+def store_drafts(state: SeatState, meta: StepMetadata, drafts: Tensor) -> None:
+    """Make `drafts` int32 [N, K] those of the step's sampling rows, for the next step of their seats."""
+    state.drafts.index_put_((meta.sample_seat,), drafts)

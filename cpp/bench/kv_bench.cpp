@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <span>
@@ -80,22 +81,37 @@ void BM_AllocateAndFreeSequence(benchmark::State& state) {
 }
 BENCHMARK(BM_AllocateAndFreeSequence)->Arg(1 << 10)->Arg(1 << 20);
 
-// The hash of one page of 128 tokens, over 32 MiB of pages in turn.
+// The hash of one page of 128 tokens, over `range(0)` pages of 512 bytes in turn: 64 KiB, as a page that has just been
+// filled lies in a cache, and 32 MiB.
 void BM_HashPage(benchmark::State& state) {
-  constexpr std::size_t kPages = 1 << 16;
-  const std::vector<TokenId> tokens = random_tokens(kPages * kPage);
+  const auto num_pages = static_cast<std::size_t>(state.range(0));
+  const std::vector<TokenId> tokens = random_tokens(state.range(0) * kPage);
   require(hash_page(1, std::span(tokens).first(kPage)) != hash_page(2, std::span(tokens).first(kPage)),
           "a page's hash depends on the one before it");
   std::size_t at = 0;
   std::uint64_t hash = 0;
   for (auto _ : state) {
     hash = hash_page(hash, std::span(tokens).subspan(at * kPage, kPage));
-    at = (at + 1) % kPages;
+    at = (at + 1) % num_pages;
   }
   benchmark::DoNotOptimize(hash);
   report_per_page(state, 1);
 }
-BENCHMARK(BM_HashPage);
+BENCHMARK(BM_HashPage)->Arg(1 << 7)->Arg(1 << 16);
+
+// The floor of the hash: the same 512 bytes a page read once, summed.
+void BM_ReadPage(benchmark::State& state) {
+  const auto num_pages = static_cast<std::size_t>(state.range(0));
+  const std::vector<TokenId> tokens = random_tokens(state.range(0) * kPage);
+  std::size_t at = 0;
+  for (auto _ : state) {
+    const auto page = std::span(tokens).subspan(at * kPage, kPage);
+    benchmark::DoNotOptimize(std::accumulate(page.begin(), page.end(), std::int64_t{0}));
+    at = (at + 1) % num_pages;
+  }
+  report_per_page(state, 1);
+}
+BENCHMARK(BM_ReadPage)->Arg(1 << 7)->Arg(1 << 16);
 
 // A sequence that grows by one token per step, hashed after each: per step, of which one in 128 fills a page.
 void BM_ExtendByOneToken(benchmark::State& state) {
@@ -120,7 +136,6 @@ struct CachedPrompts {
   CachedPrompts(std::int32_t num_slots, std::int64_t pages_each) : pool(num_slots), tree(pool, kPage) {
     const std::int64_t num_prompts = std::max<std::int64_t>(1, num_slots / 2 / pages_each);
     for (std::int64_t i = 0; i < num_prompts; ++i) {
-      // Few distinct token buffers are kept; each prompt differs in its first token.
       prompts.push_back(random_tokens(pages_each * kPage, kSeed + static_cast<std::uint64_t>(i)));
       SequencePages pages(pool, &tree, kPage);
       require(pages.attach_prefix(prompts.back()) == 0, "prompts are distinct");

@@ -152,6 +152,19 @@ void bind_rows(nb::module_& m) {
       "`[T]`, both in fp32, then one rounding. Rows with a negative position are padding and stay as they are.");
 
   m.def(
+      "project",
+      [](const PackedLinear& weight, const NormRope& plan, const TensorArg& x, const TensorArg& positions,
+         const TensorArg& rows) {
+        const Matrix from = x.matrix("x"), to = rows.matrix("rows");
+        positions.require("positions", 1).require_size("positions", 0, to.rows);
+        const std::int32_t* at = positions.ints("positions");
+        run_kernel(from.rows * from.cols * to.cols,
+                   [&] { project(weight, from, plan.parts, plan.table(), at, plan.eps, plan.one_plus, to); });
+      },
+      "weight"_a, "plan"_a, "x"_a, "positions"_a, "rows"_a,
+      "`linear(weight, x, rows)`, then `norm_rope(plan, rows, positions)`, to the same bits.");
+
+  m.def(
       "swiglu_oai",
       [](const TensorArg& gate_up, float alpha, float limit, const TensorArg& out) {
         const Matrix from = gate_up.matrix("gate_up"), to = out.matrix("out");
@@ -254,6 +267,19 @@ void bind_experts(nb::module_& m) {
       "out `[T, H]` = sum over slots of weights[t, i] * mlp[ids[t, i]](x[t]), slots ascending, plus the shared MLP.\n\n"
       "ids int32 and weights float32 `[T, topk]`, id -1 an empty slot; both None where there are only shared weights. "
       "SwiGLU-OAI inside; fp32 from x to the single rounding at the end.");
+  m.def(
+      "routed_moe",
+      [](const PackedExperts& experts, const TensorArg& x, const TensorArg& gate, const TensorArg& bias,
+         std::int64_t topk, float scale, float limit, float alpha, const TensorArg& out) {
+        const Matrix from = x.matrix("x"), router = gate.matrix("gate"), to = out.matrix("out");
+        bias.require("bias", 1).require_size("bias", 0, router.rows);
+        const float* offsets = bias.floats("bias");
+        const GatedActivation activation{GatedActivation::Kind::SwigluOai, alpha, limit};
+        run_kernel(work_of(experts, from.rows, topk) + from.rows * from.cols * router.rows,
+                   [&] { routed_mixture(experts, from, router, offsets, topk, scale, activation, to); });
+      },
+      "experts"_a, "x"_a, "gate"_a, "bias"_a, "topk"_a, "scale"_a, "limit"_a, "alpha"_a, "out"_a,
+      "`route`, then `moe` with what it chose, to the same bits.");
   m.def(
       "moe_silu",
       [activated](const PackedExperts& experts, const TensorArg& x, const std::optional<TensorArg>& ids,

@@ -25,7 +25,7 @@ class AlignedBuffer {
 };
 
 // Scratch of the calling thread, grown to the largest request and kept. The purposes below may be in use at once.
-enum class Scratch : int { Inputs, Hidden, Products, Tile, Scores, Count };
+enum class Scratch : int { Inputs, Hidden, Products, Tile, Scores, Routes, Count };
 [[nodiscard]] float* scratch_floats(Scratch purpose, std::int64_t count);
 
 }  // namespace tandem::cpu

@@ -74,4 +74,13 @@ void route(const ConstMatrix& x, const ConstMatrix& gate, const float* bias, std
   });
 }
 
+void routed_mixture(const PackedExperts& experts, const ConstMatrix& x, const ConstMatrix& gate, const float* bias,
+                    std::int64_t topk, float scale, const GatedActivation& activation, const Matrix& out) {
+  static_assert(sizeof(float) == sizeof(std::int32_t));
+  float* weights = scratch_floats(Scratch::Routes, 2 * x.rows * std::max<std::int64_t>(topk, 0));
+  auto* ids = reinterpret_cast<std::int32_t*>(weights + x.rows * topk);
+  route(x, gate, bias, topk, scale, ids, weights);
+  mixture(experts, x, ids, weights, topk, activation, out);
+}
+
 }  // namespace tandem::cpu

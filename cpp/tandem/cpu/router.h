@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "tandem/cpu/experts.h"
 #include "tandem/cpu/types.h"
 
 namespace tandem::cpu {
@@ -11,5 +12,9 @@ namespace tandem::cpu {
 // weights [T, topk]. InvalidArgument where shapes do not fit or topk is not in 1..E.
 void route(const ConstMatrix& x, const ConstMatrix& gate, const float* bias, std::int64_t topk, float scale,
            std::int32_t* ids, float* weights);
+
+// `route`, then `mixture` with what it chose, without the caller keeping either.
+void routed_mixture(const PackedExperts& experts, const ConstMatrix& x, const ConstMatrix& gate, const float* bias,
+                    std::int64_t topk, float scale, const GatedActivation& activation, const Matrix& out);
 
 }  // namespace tandem::cpu

@@ -76,7 +76,8 @@ void norm_rope(const Matrix& rows, const std::vector<NormRopePart>& parts, const
                             std::to_string(rope.half) + " columns, at most the head's " + std::to_string(part.dim));
     }
   }
-  for (std::int64_t t = 0; t < rows.rows; ++t) {
+  const bool rotates = std::ranges::any_of(parts, [](const NormRopePart& part) { return part.rotary_dim != 0; });
+  for (std::int64_t t = 0; rotates && t < rows.rows; ++t) {
     if (positions[t] >= rope.positions) {
       throw InvalidArgument("position " + std::to_string(positions[t]) + " of row " + std::to_string(t) +
                             ": the rope table has " + std::to_string(rope.positions));
@@ -86,8 +87,8 @@ void norm_rope(const Matrix& rows, const std::vector<NormRopePart>& parts, const
   for_rows(rows.rows, rows.cols, [&](std::int64_t t) {
     const std::int64_t position = positions[t];
     if (position < 0) return;
-    const float* cos = rope.cos + position * rope.half;
-    const float* sin = rope.sin + position * rope.half;
+    const float* cos = rotates ? rope.cos + position * rope.half : nullptr;
+    const float* sin = rotates ? rope.sin + position * rope.half : nullptr;
     for (const NormRopePart& part : parts) {
       auto* head = static_cast<std::byte*>(rows.row(t)) + part.offset * size_of(rows.dtype);
       for (std::int64_t h = 0; h < part.heads; ++h, head += part.dim * size_of(rows.dtype)) {
@@ -95,6 +96,12 @@ void norm_rope(const Matrix& rows, const std::vector<NormRopePart>& parts, const
       }
     }
   });
+}
+
+void project(const PackedLinear& weight, const ConstMatrix& x, const std::vector<NormRopePart>& parts,
+             const RopeTable& rope, const std::int32_t* positions, float eps, bool one_plus, const Matrix& rows) {
+  linear(weight, x, rows);
+  norm_rope(rows, parts, rope, positions, eps, one_plus);
 }
 
 void swiglu_oai(const ConstMatrix& gate_up, float alpha, float limit, const Matrix& out) {

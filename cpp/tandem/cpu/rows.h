@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "tandem/cpu/linear.h"
 #include "tandem/cpu/types.h"
 
 namespace tandem::cpu {
@@ -39,6 +40,10 @@ struct RopeTable {
 // leaves the columns from rotary_dim on. Rows with a negative position are padding and left alone.
 void norm_rope(const Matrix& rows, const std::vector<NormRopePart>& parts, const RopeTable& table,
                const std::int32_t* positions, float eps, bool one_plus);
+
+// A fused projection in one call: `linear` into `rows`, then `norm_rope` on them.
+void project(const PackedLinear& weight, const ConstMatrix& x, const std::vector<NormRopePart>& parts,
+             const RopeTable& table, const std::int32_t* positions, float eps, bool one_plus, const Matrix& rows);
 
 // gate_up [T, 2I] -> out [T, I]: g = min(gate, limit), u = clamp(up, -limit, limit); g * sigmoid(alpha * g) * (u + 1).
 void swiglu_oai(const ConstMatrix& gate_up, float alpha, float limit, const Matrix& out);

@@ -186,6 +186,21 @@ TEST_P(RouterTest, ChoosesByBiasedAndWeighsByUnbiasedProbability) {
   }
 }
 
+TEST_P(RouterTest, RoutingAndMixingInOneCallGivesTheSameBits) {
+  Model model(DType::BF16, 6, 48, 24, 24, rng);
+  const PackedExperts packed = model.pack();
+  Tensor x = Tensor::random(DType::BF16, 11, 48, rng), gate = Tensor::random(DType::F32, 6, 48, rng);
+  const std::vector<float> bias = {0, 0.1f, 0, -0.2f, 0, 0};
+  Tensor expected(DType::BF16, 11, 48), out(DType::BF16, 11, 48);
+  std::vector<std::int32_t> ids(22);
+  std::vector<float> weights(22);
+  route(x.view(), gate.view(), bias.data(), 2, 2.0f, ids.data(), weights.data());
+  mixture(packed, x.view(), ids.data(), weights.data(), 2, {}, expected.view());
+  routed_mixture(packed, x.view(), gate.view(), bias.data(), 2, 2.0f, {}, out.view());
+  EXPECT_TRUE(out == expected);
+  EXPECT_THROW(routed_mixture(packed, x.view(), gate.view(), bias.data(), 0, 2.0f, {}, out.view()), InvalidArgument);
+}
+
 TEST_P(RouterTest, TiesGoToTheLowerExpertAndBatchesDoNotMatter) {
   Tensor x = Tensor::random(DType::F32, 70, 24, rng), gate = Tensor::random(DType::F32, 20, 24, rng);
   for (std::int64_t j = 0; j < 24; ++j) gate.set(17 * 24 + j, gate.at(4, j));  // expert 17 equals expert 4

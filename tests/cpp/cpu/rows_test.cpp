@@ -141,6 +141,30 @@ TEST_P(RowsTest, NormRopeNormalisesRotatesAndRoundsOnce) {
   }
 }
 
+TEST_P(RowsTest, HeadsThatOnlyNormaliseNeedNoRopeTable) {
+  RopeCase c(DType::F32, 2, rng);
+  Tensor expected = c.rows;
+  c.positions = {1000, 0};
+  norm_rope(c.rows.view(), {{.offset = 24, .heads = 1, .dim = 24, .rotary_dim = 0, .weight = c.q_weight.data()}}, {},
+            c.positions.data(), kEps, true);
+  Matrix head = expected.view();
+  head.data = static_cast<float*>(head.data) + 24;
+  head.cols = 24;
+  rms_norm(head, c.q_weight.data(), kEps, true, head);
+  EXPECT_TRUE(c.rows == expected);
+}
+
+TEST_P(RowsTest, ProjectingInOneCallGivesTheSameBits) {
+  RopeCase c(DType::BF16, 5, rng);
+  Tensor weight = Tensor::random(DType::BF16, c.rows.cols(), 30, rng), x = Tensor::random(DType::BF16, 5, 30, rng);
+  const PackedLinear packed(weight.view());
+  Tensor out(DType::BF16, 5, c.rows.cols());
+  linear(packed, x.view(), c.rows.view());
+  norm_rope(c.rows.view(), c.parts, c.table(), c.positions.data(), kEps, true);
+  project(packed, x.view(), c.parts, c.table(), c.positions.data(), kEps, true, out.view());
+  EXPECT_TRUE(out == c.rows);
+}
+
 TEST_P(RowsTest, GatedActivationsEqualTheirFormulas) {
   for (const DType type : {DType::F32, DType::BF16}) {
     for (const std::int64_t n : {1, 15, 16, 70}) {

@@ -226,6 +226,28 @@ def test_route_and_moe_equal_torch(isa, rng, dtype):
     close(out, (torch.nn.functional.silu(g) * u) @ down[-1].T)
 
 
+def test_fused_calls_give_the_bits_of_their_parts(rng):
+    weight, x = torch.randn(48, 32, generator=rng), torch.randn(5, 32, generator=rng)
+    packed = cpu.PackedLinear(weight)
+    angles = torch.rand(8, 4, generator=rng)
+    plan = cpu.NormRope([(0, 3, 16, 8, torch.ones(16))], cpu.RopeTable(angles.cos(), angles.sin()), 1e-6, True)
+    positions = torch.arange(5, dtype=torch.int32)
+    rows, fused = torch.empty(2, 5, 48)
+    cpu.linear(packed, x, rows)
+    cpu.norm_rope(plan, rows, positions)
+    cpu.project(packed, plan, x, positions, fused)
+    assert torch.equal(rows, fused)
+
+    gate, bias = torch.randn(4, 32, generator=rng), torch.randn(4, generator=rng)
+    experts = cpu.PackedExperts(list(torch.randn(4, 16, 32)), list(torch.randn(4, 32, 8)))
+    ids, weights = torch.empty(5, 2, dtype=torch.int32), torch.empty(5, 2)
+    out, fused = torch.empty(2, 5, 32)
+    cpu.route(x, gate, bias, 2, 2.0, ids, weights)
+    cpu.moe(experts, x, ids, weights, 7.0, 1.702, out)
+    cpu.routed_moe(experts, x, gate, bias, 2, 2.0, 7.0, 1.702, fused)
+    assert torch.equal(out, fused)
+
+
 def test_results_do_not_depend_on_the_number_of_threads(rng):
     weight, x = torch.randn(512, 300, generator=rng), torch.randn(40, 300, generator=rng)
     packed = cpu.PackedLinear(weight)

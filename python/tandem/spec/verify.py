@@ -50,3 +50,10 @@ def verify(meta: StepMetadata, sampled: Tensor, drafts: Tensor) -> Verified:
     last = num_accepted[:, None].to(torch.int64)
     newest = decided.gather(1, last).squeeze(1)
     return Verified(num_accepted, newest, meta.logit_token[column.gather(1, last).squeeze(1)])
+
+
+def kept_positions(meta: StepMetadata, verified: Verified) -> Tensor:
+    """Return which of `meta.logit_token` decided a token of the text, bool [L]: those up to each row's newest token."""
+    position = torch.arange(meta.num_logits, dtype=torch.int32, device=meta.logit_token.device)
+    row = torch.searchsorted(meta.logit_start[1:].contiguous(), position, right=True)
+    return position - meta.logit_start[row] <= verified.num_accepted[row]

@@ -2,13 +2,16 @@
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.models import ReferenceOps
 from tandem.msa import AttentionBackend, CpuBackend, ReferenceBackend, StepMetadata
+from tandem.spec import store_drafts, verify
 from tests.python.models.eagle3_support import CLASSIC, DraftShape, Oracle, Pair, load_pair
 from tests.python.msa.plans import context, decode
 from tests.python.spec.world import Text, World, greedy
@@ -193,6 +196,52 @@ def test_rows_that_are_not_drafted_for_still_write_their_draft_entries(pair_of: 
     off.step([decode(0, 30, 0, **length)], 0)
     on.step([decode(0, 30, 0, **length)], 3)
     assert torch.equal(off.draft_entries(0, 1, 32), on.draft_entries(0, 1, 32))
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuses every operation whose result the host has to wait for: reading a value, or finding out a shape."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "unique"), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_verification_and_drafting_bring_no_value_to_the_host(
+    pair_of: PairOf, py_rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = world_of(pair_of(KINDS["classic"]), 3)
+    world.prefill(0, prompt_of(py_rng, 30))
+    outcomes = []
+    run = world.worker.run
+
+    def watched(meta: StepMetadata, sampled: Tensor, _: object, captured: list[Tensor], draft_len: int) -> Tensor:
+        with OnDevice():
+            again = verify(meta, sampled, fed)
+            drafts = run(meta, sampled, again, captured, draft_len)
+            store_drafts(world.state, meta, drafts)
+        outcomes.append(again.num_accepted.tolist())
+        return drafts
+
+    monkeypatch.setattr(world.worker, "run", watched)
+    fed = world.state.drafts.clone()
+    world.step([decode(0, 30, 3, max_length=112), context(1, 0, [*prompt_of(py_rng, 9), -1], fresh=True)])
+    assert len(outcomes[0]) == 2
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), OnDevice():
+        int(world.state.length[0])
+
+
+def test_where_nothing_is_ever_drafted_the_draft_layer_is_filled_all_the_same(
+    pair_of: PairOf, py_rng: random.Random
+) -> None:
+    pair = pair_of(KINDS["3.1"])
+    prompt = prompt_of(py_rng, 30)
+    none, some = world_of(pair, 0), world_of(pair, 3)
+    text = none.generate(prompt, 12, chunk=9)
+    assert some.generate(prompt, 12).tokens[: len(text.tokens)] == text.tokens
+    assert all(played.drafts == [] and played.num_accepted == 0 for played in text.rounds)
+    valid = len(text.tokens) - 1
+    assert torch.equal(none.draft_entries(0, 1, valid + 1), some.draft_entries(0, 1, valid + 1))
 
 
 def test_fewer_drafts_than_the_most_are_the_first_ones(pair_of: PairOf, py_rng: random.Random) -> None:

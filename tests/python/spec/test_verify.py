@@ -5,7 +5,7 @@ import random
 import torch
 
 from tandem.msa import Limits, SeatState, StepMetadata, derive
-from tandem.spec import Verified, verify
+from tandem.spec import Verified, kept_positions, verify
 from tests.python.msa.plans import Row, context, decode, plan
 
 LIMITS = Limits(
@@ -20,10 +20,14 @@ LIMITS = Limits(
 )
 
 
-def verified(rows: list[Row], state: SeatState, sampled: list[int], **padding: int) -> Verified:
+def step(rows: list[Row], state: SeatState, **padding: int) -> StepMetadata:
     meta = StepMetadata(LIMITS)
     derive(plan(*rows), state, meta, **padding)
-    return verify(meta, torch.tensor(sampled, dtype=torch.int32), state.drafts)
+    return meta
+
+
+def verified(rows: list[Row], state: SeatState, sampled: list[int]) -> Verified:
+    return verify(step(rows, state), torch.tensor(sampled, dtype=torch.int32), state.drafts)
 
 
 def seats(*drafts: list[int]) -> SeatState:
@@ -76,7 +80,7 @@ def test_rows_of_every_kind_in_one_step_agree_with_a_loop_over_their_tokens(py_r
             else:
                 state.length[seat] = 9
                 rows.append(decode(seat, 9, py_rng.randint(0, 4)))
-        sampled, expected, start = [], [], 0
+        sampled, expected, kept, start = [], [], [], 0
         for row in rows:
             if row.samples:
                 count = 1 + row.num_drafts
@@ -86,7 +90,10 @@ def test_rows_of_every_kind_in_one_step_agree_with_a_loop_over_their_tokens(py_r
                     accepted += 1
                 expected.append((accepted, tokens[accepted], start + row.query_len - count + accepted))
                 sampled += tokens
+                kept += [place <= accepted for place in range(count)]
             start += row.query_len
-        result = verified(rows, state, sampled, pad_rows=8, pad_tokens=48)
+        meta = step(rows, state, pad_rows=8, pad_tokens=48)
+        result = verify(meta, torch.tensor(sampled, dtype=torch.int32), state.drafts)
         got = zip(result.num_accepted.tolist(), result.newest.tolist(), result.place.tolist(), strict=True)
         assert list(got) == expected
+        assert kept_positions(meta, result).tolist() == kept

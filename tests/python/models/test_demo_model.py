@@ -17,6 +17,8 @@ from tandem.models.minimax_m3_weights import TEXT_PREFIX
 from .comparison import IMPLEMENTATIONS, assert_same_model, generated
 from .support import transformers_model
 
+pytestmark = pytest.mark.slow
+
 
 @cache
 def document(num_tokens: int) -> list[int]:

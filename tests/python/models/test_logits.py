@@ -15,6 +15,8 @@ from .comparison import IMPLEMENTATIONS, assert_same_model, generated
 from .runner import Runner
 from .support import Shape, random_weights, text_config, transformers_model, wrapped_config, write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Case:

@@ -33,6 +33,7 @@ def test_a_wrong_selection_is_noticed_on_random_numbers(fault: type[AttentionBac
     assert differing > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [[1200], [600, 596], [350, 250, 588]])
 def test_backends_choose_the_same_blocks_and_give_the_same_outputs_on_the_demo_models_activations(
     recording: Recording, chunks: list[int]
@@ -55,6 +56,7 @@ def test_backends_choose_the_same_blocks_and_give_the_same_outputs_on_the_demo_m
     assert compared >= 0.95 * recording.num_sets
 
 
+@pytest.mark.slow
 def test_every_wrong_selection_is_noticed_on_the_demo_models_activations(recording: Recording) -> None:
     right = list(replay("reference", recording, [600, 596], attend=False))
     for fault in faults(recording.block_size):

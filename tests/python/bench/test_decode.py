@@ -62,7 +62,7 @@ def test_a_missing_or_old_transformers_is_refused_with_what_to_install(
 @pytest.mark.parametrize("installed", ["5.17.0", "5.18.1", "6.0.0"])
 def test_a_new_enough_transformers_is_taken(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_model, "version", lambda _: installed)
-    transformers_model.require()
+    assert transformers_model.require() is None
 
 
 def test_the_random_checkpoint_has_forty_million_parameters_in_the_released_geometry(tmp_path: Path) -> None:

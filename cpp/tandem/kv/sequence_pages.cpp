@@ -20,11 +20,11 @@ SequencePages::SequencePages(SequencePages&& other) noexcept
       tree_(other.tree_),
       tokens_per_page_(other.tokens_per_page_),
       pages_(std::move(other.pages_)),
+      committed_(std::exchange(other.committed_, 0)),
+      computed_(std::exchange(other.computed_, 0)),
       hashes_(std::move(other.hashes_)),
       cursor_(std::exchange(other.cursor_, {})),
-      tree_epoch_(other.tree_epoch_),
-      committed_(std::exchange(other.committed_, 0)),
-      computed_(std::exchange(other.computed_, 0)) {
+      tree_epoch_(other.tree_epoch_) {
   other.pages_.clear();
 }
 

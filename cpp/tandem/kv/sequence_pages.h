@@ -95,12 +95,13 @@ class SequencePages {
   PagePool* pool_;
   PrefixTree* tree_;
   std::int32_t tokens_per_page_;
+  // What every step looks at lies together.
   std::vector<PageRef> pages_;
+  std::int64_t committed_ = 0;
+  std::int64_t computed_ = 0;
   PageHashes hashes_;
   TreeCursor cursor_;             // where the next committed page enters
   std::uint64_t tree_epoch_ = 0;  // of the tree when the first page came
-  std::int64_t committed_ = 0;
-  std::int64_t computed_ = 0;
 };
 
 }  // namespace tandem::kv

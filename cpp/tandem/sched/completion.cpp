@@ -125,6 +125,12 @@ const StepEvents& Scheduler::complete(const StepResult& result) {
   std::size_t sample = 0;
   std::size_t token = 0;
   for (std::size_t row = 0; row < plan.sequences_.size(); ++row) {
+    // First the record, some rows later the end of its tokens, which the record points to.
+    if (row + kPrefetchRows < plan.sequences_.size()) {
+      plan.sequences_[row + kPrefetchRows]->prefetch();
+      const Sequence& sooner = *plan.sequences_[row + kPrefetchRows / 2];
+      __builtin_prefetch(sooner.tokens.data() + sooner.tokens.size(), /*write=*/1);
+    }
     if (plan.samples_[row] == 0) {
       complete_row(plan, row);
       continue;

@@ -73,9 +73,12 @@ void Scheduler::mark_planned(const StepPlan& plan, Sequence& sequence, bool samp
 // plan goes on with the first that got none.
 std::int32_t Scheduler::plan_decode(StepPlan& plan, std::int32_t budget) {
   ready_.clear();
-  for (Sequence* each : running_) {
-    if (can_decode(plan, *each)) {
-      ready_.push_back(each);
+  for (std::size_t i = 0; i < running_.size(); ++i) {
+    if (i + kPrefetchRows < running_.size()) {
+      running_[i + kPrefetchRows]->prefetch();
+    }
+    if (can_decode(plan, *running_[i])) {
+      ready_.push_back(running_[i]);
     }
   }
   const auto num_ready = static_cast<std::int64_t>(ready_.size());

@@ -34,44 +34,55 @@ struct OrderKey {
 //   known        = tokens.size(): the prompt and what results have brought;
 //   valid        = pages.computed(): entries of these tokens that completed steps have written (n of the last result);
 //   planned_len  = valid and the most that the steps in flight can add: an upper bound of the device's length.
-struct Sequence {
+struct alignas(64) Sequence {
   Sequence(RequestSpec spec, SeqId seq_id, std::int32_t limit, kv::PagePool& pool, kv::PrefixTree* tree,
            std::int32_t tokens_per_page)
       : key{spec.priority, seq_id},
         max_length(limit),
-        num_prompt_tokens(static_cast<std::int32_t>(spec.prompt.size())),
         speculate(spec.speculate),
         synchronous(spec.synchronous),
         tokens(std::move(spec.prompt)),
-        pages(pool, tree, tokens_per_page, std::move(spec.salt)) {}
+        pages(pool, tree, tokens_per_page, std::move(spec.salt)),
+        num_prompt_tokens(static_cast<std::int32_t>(tokens.size())) {}
 
   [[nodiscard]] std::int32_t num_known() const { return static_cast<std::int32_t>(tokens.size()); }
 
+  // Asks for the memory that a step will look at, before it does.
+  void prefetch() const {
+    const auto* const line = reinterpret_cast<const char*>(this);
+    __builtin_prefetch(line);
+    __builtin_prefetch(line + 64);
+    __builtin_prefetch(line + 128);
+  }
+
+  // What every step looks at comes first and lies together.
   OrderKey key;
-  Phase phase = Phase::Waiting;
+  StepId last_step;  // the last step with a row of this sequence, of any epoch
   std::int32_t epoch = 0;
   SeatId seat;
   std::int32_t max_length;  // prompt and generated tokens at most
   std::int32_t planned_len = 0;
-  std::int32_t prefill_len = 0;         // known tokens at admission: where Context ends
-  std::int32_t hit_len = 0;             // of them, found in the prefix cache at this admission
   std::int32_t num_rows_in_flight = 0;  // of this epoch
   std::int32_t num_samples_in_flight = 0;
   std::int32_t num_listed_pages = 0;  // pages that the seat's table has
-  StepId last_step;                   // the last step with a row of this sequence, of any epoch
-  bool has_drafts = false;            // its last row was asked to propose some
-  bool fresh = false;                 // no row planned on this seat yet
+  Phase phase = Phase::Waiting;
+  bool has_drafts = false;  // its last row was asked to propose some
+  bool fresh = false;       // no row planned on this seat yet
+  bool speculate;
+  bool synchronous;
+  std::vector<TokenId> tokens;
+  kv::SequencePages pages;
 
+  std::int32_t prefill_len = 0;  // known tokens at admission: where Context ends
+  std::int32_t hit_len = 0;      // of them, found in the prefix cache at this admission
   std::int32_t num_prompt_tokens;
   std::int32_t num_cached_tokens = 0;  // at the first admission
   std::int32_t num_preemptions = 0;
   bool admitted_before = false;
-  bool speculate;
-  bool synchronous;
-
-  std::vector<TokenId> tokens;
-  kv::SequencePages pages;
 };
+
+// How many rows ahead a loop over sequences prefetches.
+inline constexpr std::size_t kPrefetchRows = 8;
 
 // What a step in flight still uses of sequences that no longer do. Freed when it completes.
 struct Remains {

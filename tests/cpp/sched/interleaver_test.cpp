@@ -8,15 +8,15 @@ namespace {
 // `sched_soak` runs the same for as many seeds as wanted.
 TEST(Interleaver, AnyOrderOfEventsKeepsTextsLedgerAndEnds) {
   constexpr std::uint64_t kFirstSeed = 1;
-  constexpr std::uint64_t kNumSeeds = 600;
+  constexpr std::uint64_t kNumSeeds = 300;
   std::cout << "seeds " << kFirstSeed << " to " << kFirstSeed + kNumSeeds - 1 << '\n';
   const InterleaverTotals totals = run_interleavers(kFirstSeed, kNumSeeds, 300);
   // It proves something only if the rare paths were walked.
-  EXPECT_GT(totals.num_requests, 10000);
-  EXPECT_GT(totals.num_preemptions, 200);
-  EXPECT_GT(totals.num_dropped_rows, 1000);
-  EXPECT_GT(totals.num_cached_tokens, 10000);
-  EXPECT_GT(totals.num_accepted_tokens, 10000);
+  EXPECT_GT(totals.num_requests, 5000);
+  EXPECT_GT(totals.num_preemptions, 100);
+  EXPECT_GT(totals.num_dropped_rows, 500);
+  EXPECT_GT(totals.num_cached_tokens, 5000);
+  EXPECT_GT(totals.num_accepted_tokens, 5000);
   EXPECT_GT(totals.num_failed_steps, 100);
 }
 

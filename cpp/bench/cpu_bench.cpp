@@ -3,15 +3,19 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "tandem/cpu/attend.h"
 #include "tandem/cpu/buffer.h"
 #include "tandem/cpu/experts.h"
+#include "tandem/cpu/isa.h"
 #include "tandem/cpu/linear.h"
 #include "tandem/cpu/router.h"
 #include "tandem/cpu/rows.h"
@@ -54,7 +58,55 @@ void report(benchmark::State& state, double bytes, double multiply_adds) {
   state.counters["GFLOP/s"] = benchmark::Counter(2 * multiply_adds * n * 1e-9, benchmark::Counter::kIsRate);
 }
 
+// Ends the program unless `call` gives on the portable kernels what it gives on the chosen ones: fp32 or bf16 `out`.
+template <class Call>
+void check(const Data& out, const Call& call) {
+  const std::string chosen = kernels().name;
+  const auto run = [&](const std::string& isa) {
+    set_isa(isa);
+    call();
+    std::vector<double> values;
+    for (std::int64_t i = 0; i < out.rows * out.cols; ++i) {
+      if (out.dtype == DType::F32) {
+        values.push_back(static_cast<double>(reinterpret_cast<const float*>(out.buffer.data())[i]));
+      } else {
+        const std::uint32_t bits = std::uint32_t{reinterpret_cast<const Bf16*>(out.buffer.data())[i].bits} << 16;
+        float value = 0;
+        std::memcpy(&value, &bits, 4);
+        values.push_back(static_cast<double>(value));
+      }
+    }
+    return values;
+  };
+  const std::vector<double> expected = run("portable"), given = run(chosen);
+  double largest = 1e-30;
+  for (const double value : expected) largest = std::max(largest, std::abs(value));
+  const double allowed = largest * (out.dtype == DType::F32 ? 1e-4 : 1e-2);
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    if (std::abs(given[i] - expected[i]) <= allowed) continue;
+    std::fprintf(stderr, "element %zu is %g, portable gives %g\n", i, given[i], expected[i]);
+    std::abort();
+  }
+}
+
 constexpr DType kTypes[] = {DType::F32, DType::BF16};
+
+// The floor: one pass over so many megabytes, cold as in BM_linear.
+void BM_read(benchmark::State& state) {
+  const std::int64_t floats = (state.range(0) << 20) / 4;
+  std::vector<std::unique_ptr<Data>> copies;
+  do {
+    copies.push_back(std::make_unique<Data>(DType::F32, 1, floats));
+  } while (state.range(1) != 0 && static_cast<std::int64_t>(copies.size()) * floats * 4 < kColdBytes);
+  std::size_t next = 0;
+  for (auto _ : state) {
+    benchmark::DoNotOptimize(
+        kernels().find_above(reinterpret_cast<const float*>(copies[next]->buffer.data()), 0, floats, 1.0f));
+    next = (next + 1) % copies.size();
+  }
+  report(state, static_cast<double>(floats * 4), 0);
+}
+BENCHMARK(BM_read)->ArgNames({"MB", "cold"})->ArgsProduct({{1, 8, 16}, {0}})->ArgsProduct({{100}, {1}});
 
 // Arguments: rows, out features, in features, weight dtype (0 f32, 1 bf16), input dtype, cold.
 void BM_linear(benchmark::State& state) {
@@ -67,6 +119,7 @@ void BM_linear(benchmark::State& state) {
   do {
     packed.push_back(std::make_unique<PackedLinear>(weight.view()));
   } while (state.range(5) != 0 && static_cast<std::int64_t>(packed.size()) * bytes < kColdBytes);
+  check(out, [&] { linear(*packed[0], x.view(), out.view()); });
   std::size_t next = 0;
   for (auto _ : state) {
     linear(*packed[next], x.view(), out.view());
@@ -96,6 +149,7 @@ void BM_experts(benchmark::State& state) {
   std::vector<std::int32_t> ids(static_cast<std::size_t>(rows * topk));
   const std::vector<float> weights(ids.size(), 0.5f);
   std::mt19937 rng(7);
+  check(out, [&] { mixture(packed, x.view(), ids.data(), weights.data(), topk, {}, out.view()); });
   double hit = 0, calls = 0;
   for (auto _ : state) {
     state.PauseTiming();
@@ -171,20 +225,28 @@ void BM_select(benchmark::State& state) {
   const Data queries(DType::F32, tokens, heads * 128);
   const Ladder ladder(tokens, context);
   std::vector<std::int32_t> out(static_cast<std::size_t>(tokens * heads * topk));
-  for (auto _ : state) {
-    select_blocks({.queries = queries.buffer.data(),
-                   .query_stride = heads * 128,
-                   .dtype = DType::F32,
-                   .heads = heads,
-                   .pool = cache.pool,
-                   .keys = cache.index_keys,
-                   .table = cache.table(),
-                   .places = ladder.places(),
-                   .block_size = 128,
-                   .topk = topk,
-                   .num_local = 1,
-                   .out = out.data()});
-  }
+  const SelectArgs args = {.queries = queries.buffer.data(),
+                           .query_stride = heads * 128,
+                           .dtype = DType::F32,
+                           .heads = heads,
+                           .pool = cache.pool,
+                           .keys = cache.index_keys,
+                           .table = cache.table(),
+                           .places = ladder.places(),
+                           .block_size = 128,
+                           .topk = topk,
+                           .num_local = 1,
+                           .out = out.data()};
+  const std::string chosen = kernels().name;
+  set_isa("portable");
+  select_blocks(args);
+  const std::vector<std::int32_t> expected = out;
+  set_isa(chosen);
+  select_blocks(args);
+  std::int64_t differing = 0;  // near ties
+  for (std::size_t i = 0; i < out.size(); ++i) differing += out[i] != expected[i] ? 1 : 0;
+  if (differing * 50 > static_cast<std::int64_t>(out.size())) std::abort();
+  for (auto _ : state) select_blocks(args);
   report(state, static_cast<double>(context * 128 * size_of(type)),
          static_cast<double>(tokens * heads * context * 128));
 }
@@ -211,22 +273,22 @@ void BM_attend(benchmark::State& state) {
       blocks.push_back(i < count ? static_cast<std::int32_t>((i + 1) * visible / count - 1) : -1);
     }
   }
-  for (auto _ : state) {
-    attend({.queries = queries.buffer.data(),
-            .query_stride = heads * 128,
-            .dtype = DType::F32,
-            .heads = heads,
-            .pool = cache.pool,
-            .keys = cache.keys,
-            .values = cache.values,
-            .table = cache.table(),
-            .places = ladder.places(),
-            .blocks = topk > 0 ? blocks.data() : nullptr,
-            .topk = topk,
-            .block_size = 128,
-            .scale = 0.0883883f,
-            .out = out.buffer.data()});
-  }
+  const AttendArgs args = {.queries = queries.buffer.data(),
+                           .query_stride = heads * 128,
+                           .dtype = DType::F32,
+                           .heads = heads,
+                           .pool = cache.pool,
+                           .keys = cache.keys,
+                           .values = cache.values,
+                           .table = cache.table(),
+                           .places = ladder.places(),
+                           .blocks = topk > 0 ? blocks.data() : nullptr,
+                           .topk = topk,
+                           .block_size = 128,
+                           .scale = 0.0883883f,
+                           .out = out.buffer.data()};
+  check(out, [&] { attend(args); });
+  for (auto _ : state) attend(args);
   const std::int64_t keys = topk > 0 ? std::min(topk, blocks_visible) * 128 : context;
   const std::int64_t attended = std::min(keys, context);
   report(state, static_cast<double>(attended * kv_heads * 256 * size_of(type)),
@@ -246,6 +308,11 @@ void BM_add_rms_norm(benchmark::State& state) {
   const Data x(type, state.range(0), state.range(1)), residual(type, state.range(0), state.range(1));
   const Data out(type, state.range(0), state.range(1));
   const std::vector<float> weight(static_cast<std::size_t>(state.range(1)), 0.1f);
+  const Data fresh(type, state.range(0), state.range(1));
+  check(out, [&] {
+    std::memcpy(residual.buffer.data(), fresh.buffer.data(), static_cast<std::size_t>(fresh.buffer.num_bytes()));
+    add_rms_norm(x.view(), residual.view(), weight.data(), 1e-6f, true, out.view());
+  });
   for (auto _ : state) add_rms_norm(x.view(), residual.view(), weight.data(), 1e-6f, true, out.view());
   report(state, static_cast<double>(state.range(0) * state.range(1) * 4 * size_of(type)), 0);
 }
@@ -255,26 +322,35 @@ BENCHMARK(BM_add_rms_norm)->ArgNames({"T", "H", "x16"})->ArgsProduct({{1, 4}, {1
 void BM_norm_rope(benchmark::State& state) {
   const std::int64_t rows = state.range(0);
   const Data x(kTypes[state.range(1)], rows, 21 * 128);
-  const std::vector<float> weight(128, 0.1f), table(4096 * 32, 0.7f);
+  const std::vector<float> weight(128, 0.1f), cos(4096 * 32, 0.6f), sin(4096 * 32, 0.8f);
   const std::vector<std::int32_t> positions(static_cast<std::size_t>(rows), 1000);
   std::vector<NormRopePart> parts;
   for (const auto& [offset, heads] : {std::pair<std::int64_t, std::int64_t>{0, 8}, {8, 4}, {16, 4}, {20, 1}}) {
     parts.push_back({offset * 128, heads, 128, 64, weight.data()});
   }
-  for (auto _ : state) {
-    norm_rope(x.view(), parts, {table.data(), table.data(), 4096, 32}, positions.data(), 1e-6f, true);
-  }
+  const auto call = [&] {
+    norm_rope(x.view(), parts, {cos.data(), sin.data(), 4096, 32}, positions.data(), 1e-6f, true);
+  };
+  const Data fresh(x.dtype, rows, 21 * 128);
+  check(x, [&] {
+    std::memcpy(x.buffer.data(), fresh.buffer.data(), static_cast<std::size_t>(fresh.buffer.num_bytes()));
+    call();
+  });
+  for (auto _ : state) call();
   report(state, static_cast<double>(rows * 17 * 128 * 2 * size_of(x.dtype)), 0);
 }
 BENCHMARK(BM_norm_rope)->ArgNames({"T", "x16"})->ArgsProduct({{1, 4}, {0, 1}});
 
 void BM_route(benchmark::State& state) {
   const std::int64_t rows = state.range(0), experts = state.range(1), hidden = state.range(2);
-  const Data x(DType::F32, rows, hidden), gate(DType::F32, experts, hidden);
+  const Data x(DType::F32, rows, hidden), gate(DType::F32, experts, hidden, 9), weights(DType::F32, rows, 4);
   const std::vector<float> bias(static_cast<std::size_t>(experts), 0.0f);
   std::vector<std::int32_t> ids(static_cast<std::size_t>(rows * 4));
-  std::vector<float> weights(ids.size());
-  for (auto _ : state) route(x.view(), gate.view(), bias.data(), 4, 2.0f, ids.data(), weights.data());
+  const auto call = [&] {
+    route(x.view(), gate.view(), bias.data(), 4, 2.0f, ids.data(), reinterpret_cast<float*>(weights.buffer.data()));
+  };
+  check(weights, call);
+  for (auto _ : state) call();
   report(state, static_cast<double>(experts * hidden * 4), static_cast<double>(rows * experts * hidden));
 }
 BENCHMARK(BM_route)

@@ -99,16 +99,18 @@ class Mixture {
 
   void gather_inputs() {
     std::int64_t input_floats = 0, hidden_floats = 0;
+    // With one token every expert reads the same row, unless one of them was named twice.
+    const bool same_row =
+        x_.rows == 1 && std::ranges::all_of(groups_, [](const Group& group) { return group.num_rows == 1; });
     for (Group& group : groups_) {
-      // With one token every expert reads the same row.
-      group.input_offset = x_.rows == 1 ? 0 : input_floats;
+      group.input_offset = same_row ? 0 : input_floats;
       input_floats = group.input_offset + group.inputs.num_floats();
       group.hidden_offset = hidden_floats;
       hidden_floats += group.hidden.num_floats();
       work_ += group.num_rows * (group.mlp.gate_up.out_features() * x_.cols + group.mlp.down.in_features() * out_.cols);
       for (std::int64_t tile = 0; tile < group.inputs.num_tiles(); ++tile) tiles_.push_back({&group, tile});
     }
-    if (x_.rows == 1 && !tiles_.empty()) tiles_.resize(1);
+    if (same_row && !tiles_.empty()) tiles_.resize(1);
     inputs_ = scratch_floats(Scratch::Inputs, input_floats);
     hidden_ = scratch_floats(Scratch::Hidden, hidden_floats);
     ThreadPool::shared().run(static_cast<std::int64_t>(tiles_.size()), num_pairs_ * x_.cols, [&](std::int64_t item) {

@@ -330,6 +330,22 @@ TEST_P(AttendTest, TokensWithoutAKeyGiveZerosAndTouchNothing) {
   for (std::int64_t i = 0; i < none.cols(); ++i) ASSERT_EQ(none[i], 0.0f);
 }
 
+TEST_P(AttendTest, ScoresFarBelowZeroOrAboveItAreOnlyComparedWithEachOther) {
+  TestCache cache({.dtype = DType::F32, .heads = 1, .dim = 8, .tokens_per_page = 4, .seats = 1, .pages = 5}, rng);
+  cache.fill(0, 19, rng);
+  for (std::int64_t key = 0; key < 19; ++key) cache.store(TestCache::kKeys, 0, key, 0, 0, 3.0f);
+  for (const float shift : {-400.0f, 400.0f}) {
+    Batch batch{.cache = &cache, .heads = 1};
+    for (std::int64_t i = 1; i <= 19; ++i) batch.tokens.push_back({0, i});
+    batch.randomize(DType::F32, rng);
+    for (std::int64_t t = 0; t < 19; ++t) batch.queries.set(t * 8, shift);
+    const std::vector<double> expected = batch.reference();
+    const Tensor out = batch.run();
+    // Scores of some 360 have steps of 2^-15 in fp32.
+    for (std::size_t i = 0; i < expected.size(); ++i) ASSERT_NEAR(out[static_cast<std::int64_t>(i)], expected[i], 1e-3);
+  }
+}
+
 TEST_P(AttendTest, QueriesMayBePartOfWiderRows) {
   TestCache cache({.dtype = DType::F32, .heads = 2, .dim = 16, .tokens_per_page = 4, .seats = 1, .pages = 4}, rng);
   cache.fill(0, 16, rng);

@@ -143,6 +143,21 @@ TEST_P(ExpertsTest, ATokenHasTheSameBitsInAnyBatchAndWithAnyNumberOfThreads) {
   }
 }
 
+TEST_P(ExpertsTest, AnExpertNamedTwiceByATokenCountsTwice) {
+  Model model(DType::F32, 3, 32, 16, 24, rng);
+  const PackedExperts packed = model.pack();
+  for (const std::int64_t tokens : {1, 3}) {
+    Tensor x = Tensor::random(DType::F32, tokens, 32, rng), twice(DType::F32, tokens, 32), once(DType::F32, tokens, 32);
+    const std::vector<std::int32_t> double_ids(static_cast<std::size_t>(2 * tokens), 1);
+    const std::vector<float> double_weights(double_ids.size(), 0.25f);
+    const std::vector<std::int32_t> ids(static_cast<std::size_t>(tokens), 1);
+    const std::vector<float> weights(ids.size(), 0.5f);
+    mixture(packed, x.view(), double_ids.data(), double_weights.data(), 2, {}, twice.view());
+    mixture(packed, x.view(), ids.data(), weights.data(), 1, {}, once.view());
+    for (std::int64_t i = 0; i < tokens * 32; ++i) ASSERT_NEAR(twice[i], once[i], 1e-5);
+  }
+}
+
 TEST_P(ExpertsTest, RefuseIdsThatDoNotExist) {
   Model model(DType::F32, 2, 16, 8, 0, rng);
   const PackedExperts packed = model.pack();
@@ -219,6 +234,9 @@ TEST_P(RouterTest, TiesGoToTheLowerExpertAndBatchesDoNotMatter) {
     }
     ASSERT_EQ(one[0], 4);
     ASSERT_EQ(one[1], 17);
+    // A tie for the last place.
+    route(x.rows_view(t, 1), gate.view(), bias.data(), 1, 1.0f, one, share);
+    ASSERT_EQ(one[0], 4);
   }
 }
 

@@ -81,6 +81,11 @@ def norm_rope(plan: NormRope, rows: torch.Tensor, positions: torch.Tensor) -> No
     In place on rows `[T, C]` (float32 or bfloat16): per head RMS norm, then half-split rotation by positions int32 `[T]`, both in fp32, then one rounding. Rows with a negative position are padding and stay as they are.
     """
 
+def project(weight: PackedLinear, plan: NormRope, x: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
+    """
+    `linear(weight, x, rows)`, then `norm_rope(plan, rows, positions)`, to the same bits.
+    """
+
 def swiglu_oai(gate_up: torch.Tensor, alpha: float, limit: float, out: torch.Tensor) -> None:
     """
     gate_up `[T, 2I]` (gates first) -> out `[T, I]`: g * sigmoid(alpha * g) * (u + 1), g = min(gate, limit), u = clamp(up, -limit, limit).
@@ -122,6 +127,9 @@ def moe(experts: PackedExperts, x: torch.Tensor, ids: torch.Tensor | None, weigh
 
     ids int32 and weights float32 `[T, topk]`, id -1 an empty slot; both None where there are only shared weights. SwiGLU-OAI inside; fp32 from x to the single rounding at the end.
     """
+
+def routed_moe(experts: PackedExperts, x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, topk: int, scale: float, limit: float, alpha: float, out: torch.Tensor) -> None:
+    """`route`, then `moe` with what it chose, to the same bits."""
 
 def moe_silu(experts: PackedExperts, x: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None, out: torch.Tensor) -> None:
     """`moe` with gate * sigmoid(gate) * up inside."""

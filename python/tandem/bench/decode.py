@@ -111,7 +111,7 @@ def _cells(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator[
                     check_same(window, expected, theirs.margins)
                 rate = read_rate(parameters * 4)
                 mine, other = summarise(first, batch), summarise(second, batch)
-                yield Cell(
+                cell = Cell(
                     model=model,
                     parameters=parameters,
                     batch=batch,
@@ -127,7 +127,9 @@ def _cells(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator[
                     read_gb_per_second=rate / 1e9,
                     floor_ms=parameters * 4 / rate * 1e3,
                 )
-                print(f"{model} batch {batch} context {context} threads {threads}: done", file=sys.stderr)
+                where = f"{model} batch {batch} context {context} threads {threads}"
+                print(f"{where}: {cell.ratio:.1f} x transformers, {cell.cpu_ratio:.1f} by CPU time", file=sys.stderr)
+                yield cell
 
 
 def _prompts(batch: int, context: int, vocab_size: int) -> list[list[int]]:

@@ -95,6 +95,8 @@ def main() -> int:
     parser.add_argument("--budget", type=Path, default=ROOT / "ci" / "budget.toml")
     parser.add_argument("--only", action="append", default=[], metavar="SUITE", help="run just this suite; repeatable")
     arguments = parser.parse_args()
+    # Being asked to stop must end the running suite too, which a process that just dies would leave behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     suites, group_budget_s, margin = load(arguments.budget, arguments.group)
     unknown = set(arguments.only) - {suite.name for suite in suites}
     if unknown:

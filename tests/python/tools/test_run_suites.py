@@ -1,5 +1,7 @@
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,26 @@ def test_a_suite_past_the_hard_stop_is_ended(tmp_path):
     done = run(write_budget(tmp_path / "b.toml", [("stuck", "import time; time.sleep(600)", 0.02)]))
     assert done.returncode == 1
     assert "ended: ran past the hard stop" in done.stdout
+
+
+def test_ending_the_runner_ends_the_suite_that_runs(tmp_path):
+    program = tmp_path / "stuck.py"
+    program.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    budget = tmp_path / "b.toml"
+    budget.write_text(
+        "margin = 1.5\nhard_stop = 3.0\n[groups.test]\nbudget_s = 600\n"
+        f'[[suite]]\nname = "stuck"\ncommand = "{{python}} {program}"\nbudget_s = 600\ngroups = ["test"]\n'
+    )
+    command = [sys.executable, str(RUNNER), "test", "--budget", str(budget)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as runner:
+        pid = int(next(line for line in runner.stdout if line.strip().isdecimal()))
+        runner.terminate()
+        assert runner.wait(timeout=30) == 128 + signal.SIGTERM
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists():
+            break
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_the_groups_own_budget_counts(tmp_path):

@@ -21,13 +21,27 @@ from tandem.engine.memory import available_memory
 from tandem.engine.poison import PoolPoison
 from tandem.engine.runner import ModelRunner
 from tandem.engine.tokenizer import Tokenizer, read_json
-from tandem.models import CpuOps, MiniMaxM3, MiniMaxM3Config, ReferenceOps, attention_geometry, load_model, tile_specs
-from tandem.msa import AttentionBackend, CpuBackend, Limits, ReferenceBackend, SeatState
+from tandem.models import (
+    CpuOps,
+    MiniMaxM3Config,
+    ReferenceOps,
+    attention_geometry,
+    eagle3,
+    load_model,
+    tile_specs,
+)
+from tandem.models.eagle3_config import Eagle3Config
+from tandem.models.minimax_m3_weights import open_weights
+from tandem.msa import AttentionBackend, CpuBackend, LayerGeometry, Limits, ReferenceBackend, SeatState
+from tandem.spec import DraftWorker
 
 _log = logging.getLogger(__name__)
 
 DtypeName = Literal["float32", "bfloat16"]
 BackendName = Literal["cpu", "reference"]
+
+DEFAULT_DRAFT_LEN = 3
+MAX_DRAFT_LEN = 7
 
 _DTYPES = {
     "float32": (torch.float32, layout.ElementType.FP32),
@@ -40,6 +54,7 @@ class EngineOptions:
     """Everything that shapes an engine; `tandem.LLM` documents the fields."""
 
     model: str | Path
+    drafter: str | Path | None = None
     dtype: DtypeName = "float32"
     kv_dtype: DtypeName | None = None
     sizes: SizeRequest = field(default_factory=SizeRequest)
@@ -57,6 +72,10 @@ class EngineOptions:
         _require_one_of("backend", self.backend, get_args(BackendName))
         if self.num_threads is not None and (not isinstance(self.num_threads, int) or self.num_threads < 1):
             raise InvalidParameterError("num_threads", self.num_threads, "an integer >= 1")
+        most_drafts = 0 if self.drafter is None else MAX_DRAFT_LEN
+        if self.sizes.draft_len not in range(most_drafts + 1):
+            allowed = "0 without a drafter" if self.drafter is None else f"an integer from 0 to {MAX_DRAFT_LEN}"
+            raise InvalidParameterError("draft_len", self.sizes.draft_len, allowed)
 
     @property
     def model_path(self) -> Path:
@@ -87,17 +106,25 @@ def build_engine(options: EngineOptions, tokenizer: Tokenizer) -> BuiltEngine:
     dtype, _ = _DTYPES[options.dtype]
     _, kv_type = _DTYPES[options.kv_dtype or options.dtype]
     config = MiniMaxM3Config.from_pretrained(options.model_path)
-    cache_layout = layout.CacheLayout(tile_specs(config, kv_type), config.block_size)
-    limits = _resolve(options, config, cache_layout)
-    model = _load(options, dtype)
+    draft_config = None if options.drafter is None else Eagle3Config.from_pretrained(options.drafter)
+    tiles, geometry = _cached_layers(config, draft_config, kv_type)
+    cache_layout = layout.CacheLayout(tiles, config.block_size)
+    limits = _resolve(options, config, draft_config, cache_layout)
+    ops = CpuOps() if options.backend == "cpu" else ReferenceOps()
+    model = load_model(options.model_path, dtype, ops)
     pool = torch.empty(limits.num_slots * cache_layout.slot_bytes, dtype=torch.uint8)
     poison = PoolPoison(pool, cache_layout.slot_bytes, limits.tokens_per_page) if options.poison_pool else None
     state = SeatState(limits)
     backend = CpuBackend if options.backend == "cpu" else ReferenceBackend
-    attention: AttentionBackend = backend(cache_layout, pool, limits, state, attention_geometry(config))
+    attention: AttentionBackend = backend(cache_layout, pool, limits, state, geometry)
     if options.wrap_attention is not None:
         attention = options.wrap_attention(attention)
-    scheduler = sched.Scheduler(_scheduler_config(limits, options.enable_prefix_cache))
+    draft_worker = None
+    if options.drafter is not None:
+        weights = open_weights(options.model_path, config)
+        drafter = eagle3.load_drafter(options.drafter, model, weights, dtype, ops)
+        draft_worker = DraftWorker(drafter, attention, limits.max_draft_len)
+    scheduler = sched.Scheduler(_scheduler_config(limits, options))
     runner = ModelRunner(
         model,
         attention,
@@ -105,6 +132,7 @@ def build_engine(options: EngineOptions, tokenizer: Tokenizer) -> BuiltEngine:
         limits,
         config.vocab_size,
         steps_in_flight=scheduler.config.max_steps_in_flight,
+        draft_worker=draft_worker,
         before_step=poison,
     )
     end_ids = _end_ids(config, tokenizer, options.model_path)
@@ -115,23 +143,40 @@ def build_engine(options: EngineOptions, tokenizer: Tokenizer) -> BuiltEngine:
     return BuiltEngine(engine, config, limits, seconds)
 
 
-def _resolve(options: EngineOptions, config: MiniMaxM3Config, cache_layout: layout.CacheLayout) -> Limits:
-    weights = sum(file.stat().st_size for file in options.model_path.glob("*.safetensors"))
+def _cached_layers(
+    config: MiniMaxM3Config, draft_config: Eagle3Config | None, kv_type: layout.ElementType
+) -> tuple[list[layout.TileSpec], list[LayerGeometry]]:
+    """Tiles and geometry of every layer that the cache holds; a drafter's is the one after the target's."""
+    tiles, geometry = tile_specs(config, kv_type), attention_geometry(config)
+    if draft_config is not None:
+        layer = config.num_hidden_layers
+        tiles += eagle3.tile_specs(draft_config, layer, kv_type)
+        geometry.append(eagle3.attention_geometry(draft_config, layer))
+    return tiles, geometry
+
+
+def _resolve(
+    options: EngineOptions,
+    config: MiniMaxM3Config,
+    draft_config: Eagle3Config | None,
+    cache_layout: layout.CacheLayout,
+) -> Limits:
+    folders = [options.model_path, *([] if options.drafter is None else [Path(options.drafter)])]
+    weights = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
     widening = 2 if options.dtype == "float32" else 1
+    positions = [config.max_position_embeddings]
+    if draft_config is not None:
+        positions.append(draft_config.max_position_embeddings)
     return resolve_limits(
         options.sizes,
-        position_limit=config.max_position_embeddings,
+        position_limit=min(positions),
         tokens_per_page=cache_layout.tokens_per_page,
         slot_bytes=cache_layout.slot_bytes,
         free_bytes=max(0, available_memory() - weights * widening),
     )
 
 
-def _load(options: EngineOptions, dtype: torch.dtype) -> MiniMaxM3:
-    return load_model(options.model_path, dtype, CpuOps() if options.backend == "cpu" else ReferenceOps())
-
-
-def _scheduler_config(limits: Limits, enable_prefix_cache: bool) -> sched.SchedulerConfig:
+def _scheduler_config(limits: Limits, options: EngineOptions) -> sched.SchedulerConfig:
     return sched.SchedulerConfig(
         num_slots=limits.num_slots,
         tokens_per_page=limits.tokens_per_page,
@@ -139,8 +184,9 @@ def _scheduler_config(limits: Limits, enable_prefix_cache: bool) -> sched.Schedu
         max_tokens_per_step=limits.max_tokens,
         max_model_len=limits.max_model_len,
         draft_len=limits.max_draft_len,
+        has_drafter=options.drafter is not None,
         overlap=False,
-        enable_prefix_cache=enable_prefix_cache,
+        enable_prefix_cache=options.enable_prefix_cache,
     )
 
 

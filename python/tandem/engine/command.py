@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # Imported where the command runs, so that --help need not load torch.
+    from tandem.core import sched
     from tandem.engine.chat import Message
     from tandem.engine.llm import LLM
     from tandem.engine.outputs import Delta, RequestOutput
@@ -65,6 +66,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     sampling.add_argument("--stop", action="append", default=[], help="string that ends the text; may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", help="the model's end tokens do not end the text")
     engine = parser.add_argument_group("engine")
+    engine.add_argument("--drafter", help="folder of an Eagle3 drafter, whose proposals speed the text up")
+    engine.add_argument("--draft-len", type=int, help="tokens proposed per step, 0 to 7 (default 3 with --drafter)")
     engine.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
     engine.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="by default that of --dtype")
     engine.add_argument("--kv-cache-bytes", type=int, help="size of the page pool")
@@ -82,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     params = _params(arguments)
     with LLM(
         arguments.model,
+        drafter=arguments.drafter,
+        draft_len=arguments.draft_len,
         dtype=arguments.dtype,
         kv_dtype=arguments.kv_dtype,
         kv_cache_bytes=arguments.kv_cache_bytes,
@@ -105,7 +110,10 @@ def run(arguments: argparse.Namespace) -> int:
             if len(outputs) > 1:
                 for output in outputs:
                     print(output.text)
-            print(summary(outputs, load_seconds, seconds, llm.stats().times))
+            stats = llm.stats()
+            print(summary(outputs, load_seconds, seconds, stats.times))
+            if stats.scheduler.num_rounds > 0:
+                print(acceptance(stats.scheduler))
     return 1 if any(output.finish_reason == "error" for output in outputs) else 0
 
 
@@ -147,6 +155,15 @@ def summary(outputs: Sequence[RequestOutput], load_seconds: float, seconds: floa
     whole = max(sum(parts.values()), 1e-9)
     shares = ", ".join(f"{name} {100 * part / whole:.0f}%" for name, part in parts.items())
     return f"[{tokens} tokens, {rate:.1f} tokens/s; {phases}; steps: {shares}]"
+
+
+def acceptance(stats: sched.Stats) -> str:
+    """One line: what became of the drafts. The mean length counts the accepted drafts of a round, and one more."""
+    length = 1 + stats.num_accepted_tokens / stats.num_rounds
+    return (
+        f"[{stats.num_rounds} rounds, {stats.num_accepted_tokens} of {stats.num_drafted_tokens} drafts accepted, "
+        f"mean acceptance length {length:.2f}]"
+    )
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str] | None:

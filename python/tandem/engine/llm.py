@@ -10,7 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeGuard, cast
 
-from tandem.engine.build import BackendName, BuiltEngine, DtypeName, EngineOptions, build_engine
+from tandem.engine.build import (
+    DEFAULT_DRAFT_LEN,
+    BackendName,
+    BuiltEngine,
+    DtypeName,
+    EngineOptions,
+    build_engine,
+)
 from tandem.engine.chat import ChatTemplate, Message
 from tandem.engine.engine import EngineStats
 from tandem.engine.errors import InvalidParameterError, InvalidPromptError
@@ -36,6 +43,9 @@ class LLM:
 
     Args:
         model: a model folder, or ``demo`` for the model that comes with the package.
+        drafter: folder of an Eagle3 drafter of the model, which then proposes tokens in each step. The text is the same
+            with and without; None proposes nothing.
+        draft_len: tokens proposed per step and sequence, 0 to 7; by default 3 with a drafter.
         dtype: type of weights and activations, ``float32`` or ``bfloat16``. Norms and routers are always fp32.
         kv_dtype: type of the cached keys and values; that of ``dtype`` by default.
         kv_cache_bytes: size of the page pool. By default half of the memory that is really free (control groups are
@@ -62,6 +72,8 @@ class LLM:
         self,
         model: str | Path,
         *,
+        drafter: str | Path | None = None,
+        draft_len: int | None = None,
         dtype: DtypeName = "float32",
         kv_dtype: DtypeName | None = None,
         kv_cache_bytes: int | None = None,
@@ -75,11 +87,14 @@ class LLM:
         poison_pool: bool = False,
         wrap_attention: Callable[[AttentionBackend], AttentionBackend] | None = None,
     ) -> None:
+        if draft_len is None:
+            draft_len = 0 if drafter is None else DEFAULT_DRAFT_LEN
         options = EngineOptions(
             model=model,
+            drafter=drafter,
             dtype=dtype,
             kv_dtype=kv_dtype,
-            sizes=SizeRequest(kv_cache_bytes, max_model_len, max_seats, max_tokens_per_step),
+            sizes=SizeRequest(kv_cache_bytes, max_model_len, max_seats, max_tokens_per_step, draft_len),
             enable_prefix_cache=enable_prefix_cache,
             num_threads=num_threads,
             backend=backend,

@@ -1,11 +1,13 @@
-"""Runs a planned step on the device: derive, forward, sample, advance. Results stay there until they are collected."""
+"""Runs a planned step on the device: derive, forward, sample, verify, advance, draft.
+
+Results stay there until they are collected.
+"""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +20,7 @@ from tandem.engine.request import Request
 from tandem.engine.sampling import Logprobs, Sampled, SampleError, gather_logprobs
 from tandem.engine.seats import IntArray, Positions, RoundDrafts, SamplingSeats
 from tandem.msa import AttentionBackend, Limits, PlanRows, RowKind, SeatState, StepMetadata, advance, derive
+from tandem.spec import DraftWorker, kept_positions, store_drafts, verify
 
 # Rows of prompt logits computed at a time: a whole chunk at M3's vocabulary would be some 400 MB.
 _PROMPT_LOGPROB_ROWS = 64
@@ -44,6 +47,7 @@ class StepTimes:
     plan: float = 0.0
     model: float = 0.0
     sample: float = 0.0
+    draft: float = 0.0
     output: float = 0.0
 
 
@@ -71,7 +75,7 @@ class StepInFlight:
     """A launched step. Tensors are the device's; the plan's arrays are valid until the step's own completion.
 
     ``sampling_rows`` are the plan's rows that yield tokens; ``first_position`` ``[N+1]`` is each one's part of the
-    positions.
+    positions; ``num_accepted`` int32 ``[N]`` counts the drafts that each one keeps of them.
     """
 
     plan: sched.StepPlan
@@ -79,9 +83,10 @@ class StepInFlight:
     sampling_rows: IntArray
     first_position: IntArray
     sampled: Sampled
+    num_accepted: Tensor
     wanted: _Wanted | None
     logprobs: Logprobs | None
-    prompt_parts: list[_PromptPart] = field(default_factory=list)
+    prompt_parts: list[_PromptPart]
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class ModelRunner:
         limits: bounds of the engine.
         vocab_size: V, the width of the logits.
         steps_in_flight: steps launched and not yet collected, at most.
+        draft_worker: proposes drafts, in the cache of `attention`; None where there is no drafter.
         before_step: called with each plan before anything of the step runs.
     """
 
@@ -116,6 +122,7 @@ class ModelRunner:
         vocab_size: int,
         *,
         steps_in_flight: int = 1,
+        draft_worker: DraftWorker | None = None,
         before_step: Callable[[sched.StepPlan], None] | None = None,
     ) -> None:
         self._model = model
@@ -123,6 +130,9 @@ class ModelRunner:
         self._state = state
         self._meta = StepMetadata(limits, state.device, steps_in_flight)
         self._seats = SamplingSeats(limits.max_seats, vocab_size, state.device)
+        self._draft_worker = draft_worker
+        self._captured_layers = () if draft_worker is None else draft_worker.captured_layers
+        self._draft_len = limits.max_draft_len
         self._before_step = before_step
         self._iota = np.arange(limits.max_tokens + 1, dtype=np.int64)
         self.vocab_size = vocab_size
@@ -139,18 +149,12 @@ class ModelRunner:
             self._before_step(plan)
         derive(rows, self._state, self._meta)
         meta = self._meta
-        hidden, _ = self._model.forward(meta.token_ids, meta, self._attention)
+        hidden, captured = self._model.forward(meta.token_ids, meta, self._attention, self._captured_layers)
         prompt_parts = self._prompt_parts(rows, row_requests, hidden)
-        sampling_rows = np.flatnonzero(rows.samples)
-        if len(sampling_rows) == 0:
-            advance(self._state, meta, torch.empty(0, dtype=torch.int32, device=self._state.device))
-            none = torch.empty(0, dtype=torch.int64, device=self._state.device)
-            self.times.model += time.perf_counter() - start
-            empty = np.zeros(1, dtype=np.int64)
-            return StepInFlight(plan, row_requests, sampling_rows, empty, Sampled(none, none), None, None, prompt_parts)
         decides = hidden if meta.num_logits == meta.num_tokens else hidden.index_select(0, meta.logit_token)
         logits = self._model.logits(decides)
         middle = time.perf_counter()
+        sampling_rows = np.flatnonzero(rows.samples)
         positions, first_position = self._positions(rows, sampling_rows)
         sampled = self._seats.decide(logits, positions)
         wanted = _wanted_logprobs([row_requests[row] for row in sampling_rows], first_position)
@@ -158,13 +162,31 @@ class ModelRunner:
         if wanted is not None:
             where = torch.from_numpy(wanted.positions).to(logits.device)
             logprobs = gather_logprobs(logits[where], sampled.tokens[where], int(wanted.num_top.max()))
+        tokens = sampled.tokens.to(torch.int32)
+        verified = verify(meta, tokens, self._state.drafts)
         # Without drafts each sampling row has one position, and its token is the row's newest.
-        self._seats.advance(positions.seat, sampled.tokens)
-        advance(self._state, meta, sampled.tokens.to(torch.int32))
+        verifies = meta.num_logits > meta.num_samples
+        self._seats.advance(positions.seat, sampled.tokens, kept_positions(meta, verified) if verifies else None)
+        advance(self._state, meta, verified.newest, verified.num_accepted if verifies else None)
         end = time.perf_counter()
+        if self._draft_worker is not None:
+            draft_len = self._draft_len if plan.propose_drafts else 0
+            drafts = self._draft_worker.run(meta, tokens, verified, captured, draft_len)
+            store_drafts(self._state, meta, drafts)
+            self.times.draft += time.perf_counter() - end
         self.times.model += middle - start
         self.times.sample += end - middle
-        return StepInFlight(plan, row_requests, sampling_rows, first_position, sampled, wanted, logprobs, prompt_parts)
+        return StepInFlight(
+            plan,
+            row_requests,
+            sampling_rows,
+            first_position,
+            sampled,
+            verified.num_accepted,
+            wanted,
+            logprobs,
+            prompt_parts,
+        )
 
     def collect(self, step: StepInFlight) -> list[RowResult]:
         """The results of a step on the host, one per sampling row in plan order; waits for the device."""
@@ -174,11 +196,13 @@ class ModelRunner:
         for part in step.prompt_parts:
             part.request.set_prompt_logprobs(part.first_index, _entries(part.tokens, part.values, part.num_top))
         results = []
-        bounds = step.first_position.tolist()
-        for first, end in itertools.pairwise(bounds):
+        firsts = step.first_position[:-1].tolist()
+        for first, num_accepted in zip(firsts, step.num_accepted.tolist(), strict=True):
+            # What follows the first draft that was not accepted is dead, errors included.
+            end = first + num_accepted + 1
             error = _ERRORS[max(errors[first:end])]
             row_logprobs = [logprobs[i] for i in range(first, end)] if first in logprobs else None
-            results.append(RowResult(tokens[first:end], end - first - 1, error, row_logprobs))
+            results.append(RowResult(tokens[first:end], num_accepted, error, row_logprobs))
         self.times.sample += time.perf_counter() - start
         return results
 

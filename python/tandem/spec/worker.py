@@ -20,6 +20,10 @@ from tandem.spec.verify import Verified
 class Drafter(Protocol):
     """What the worker asks of a drafter; `tandem.models.eagle3.Eagle3` is one."""
 
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Numbers of target layers after which the states are taken that `first_hidden` wants."""
+
     def first_hidden(self, captured: Sequence[Tensor]) -> Tensor:
         """Hidden input [T, H] of the slots whose captured target states these are."""
 
@@ -45,6 +49,11 @@ class DraftWorker:
         self._drafter = drafter
         self._attention = attention
         self._max_draft_len = max_draft_len
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """What the target's forward must capture for `run`."""
+        return self._drafter.aux_layers
 
     def run(
         self, meta: StepMetadata, sampled: Tensor, verified: Verified, captured: Sequence[Tensor], draft_len: int

@@ -1,6 +1,7 @@
 """Engines over tiny random M3 models in fp32, with cache memory that nobody wrote being NaN."""
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,8 +14,9 @@ from tandem.engine.outputs import RequestOutput
 from tandem.engine.params import SamplingParams
 from tandem.engine.poison import PoolPoison
 from tandem.engine.runner import ModelRunner
-from tandem.models import CpuOps, MiniMaxM3, MiniMaxM3Config, attention_geometry, load_model, tile_specs
-from tandem.msa import CpuBackend, Limits, SeatState
+from tandem.models import CpuOps, MiniMaxM3, MiniMaxM3Config, attention_geometry, eagle3, load_model, tile_specs
+from tandem.msa import AttentionBackend, CpuBackend, Limits, SeatState
+from tandem.spec import Drafter, DraftWorker
 from tests.python.engine.scripted import Collector
 from tests.python.models.support import Shape, random_weights, text_config, wrapped_config, write_checkpoint
 
@@ -69,9 +71,27 @@ class TinyRig:
         return collector.output
 
 
+@dataclass(frozen=True)
+class Speculation:
+    """A drafter beside the model, and what makes its drafts."""
+
+    drafter: eagle3.Eagle3
+    draft_len: int
+    make_worker: Callable[[Drafter, AttentionBackend, int], DraftWorker] = DraftWorker
+
+
 def make_tiny_rig(variation: Variation, kv_type: layout.ElementType = layout.ElementType.FP32) -> TinyRig:
-    model = tiny_model(variation.block)
+    return make_rig(tiny_model(variation.block), variation, kv_type)
+
+
+def make_rig(
+    model: MiniMaxM3,
+    variation: Variation,
+    kv_type: layout.ElementType = layout.ElementType.FP32,
+    speculation: Speculation | None = None,
+) -> TinyRig:
     config = model.config
+    draft_len = 0 if speculation is None else speculation.draft_len
     limits = Limits(
         max_seats=variation.max_seats,
         max_tokens=variation.chunk,
@@ -79,12 +99,18 @@ def make_tiny_rig(variation: Variation, kv_type: layout.ElementType = layout.Ele
         max_model_len=96,
         tokens_per_page=config.block_size,
         max_pages=-(-96 // config.block_size),
-        max_draft_len=0,
+        max_draft_len=draft_len,
         num_slots=variation.num_slots,
     )
-    cache_layout = layout.CacheLayout(tile_specs(config, kv_type), config.block_size)
+    tiles, geometry = tile_specs(config, kv_type), attention_geometry(config)
+    if speculation is not None:
+        drafter = speculation.drafter
+        tiles += eagle3.tile_specs(drafter.config, drafter.layer, kv_type)
+        geometry.append(eagle3.attention_geometry(drafter.config, drafter.layer))
+    cache_layout = layout.CacheLayout(tiles, config.block_size)
     pool = torch.zeros(limits.num_slots * cache_layout.slot_bytes, dtype=torch.uint8)
     state = SeatState(limits)
+    attention = CpuBackend(cache_layout, pool, limits, state, geometry)
     scheduler = sched.Scheduler(
         sched.SchedulerConfig(
             num_slots=limits.num_slots,
@@ -92,6 +118,8 @@ def make_tiny_rig(variation: Variation, kv_type: layout.ElementType = layout.Ele
             max_seats=limits.max_seats,
             max_tokens_per_step=limits.max_tokens,
             max_model_len=limits.max_model_len,
+            draft_len=draft_len,
+            has_drafter=speculation is not None,
             overlap=variation.overlap,
             enable_prefix_cache=variation.enable_prefix_cache,
             watermark_pages=0,
@@ -99,11 +127,12 @@ def make_tiny_rig(variation: Variation, kv_type: layout.ElementType = layout.Ele
     )
     runner = ModelRunner(
         model,
-        CpuBackend(cache_layout, pool, limits, state, attention_geometry(config)),
+        attention,
         state,
         limits,
         config.vocab_size,
         steps_in_flight=scheduler.config.max_steps_in_flight,
+        draft_worker=speculation and speculation.make_worker(speculation.drafter, attention, draft_len),
         before_step=PoolPoison(pool, cache_layout.slot_bytes, config.block_size) if variation.poison else None,
     )
     return TinyRig(Engine(scheduler, runner), scheduler, pool)

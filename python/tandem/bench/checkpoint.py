@@ -30,6 +30,19 @@ def num_parameters(config: MiniMaxM3Config) -> int:
     return sum(spec.num_elements for spec in weight_specs(config))
 
 
+def bytes_read_per_step(config: MiniMaxM3Config) -> int:
+    """Bytes of weights that a step of one token reads, which every step exceeds: matrices packed as bf16.
+
+    All but the embedding, and of each mixture the experts that one token takes.
+    """
+    experts_read = config.num_experts_per_tok / config.num_local_experts
+    read = 0.0
+    for spec in weight_specs(config):
+        if not spec.name.endswith("embed_tokens.weight"):
+            read += spec.num_elements * (experts_read if ".experts." in spec.name else 1.0)
+    return int(2 * read)
+
+
 def write_random_checkpoint(folder: Path, seed: int = 0) -> Path:
     """Write the checkpoint into `folder` and return it.
 

@@ -19,7 +19,7 @@ import torch
 from tandem import demo
 from tandem.bench import environment, transformers_model
 from tandem.bench.arms import Arm, EngineArm, TransformersArm, Window, set_threads
-from tandem.bench.checkpoint import num_parameters, write_random_checkpoint
+from tandem.bench.checkpoint import bytes_read_per_step, num_parameters, write_random_checkpoint
 from tandem.models import MiniMaxM3Config
 
 # Two correct implementations may choose differently where the best two logits are closer than this.
@@ -61,7 +61,7 @@ class Cell:
     weight_bytes: int
     read_gb_per_second: float
     floor_ms: float
-    """Time to read all weights once at the rate just measured; for a batch of one, fewer experts are read."""
+    """Time to read `weight_bytes` once at the rate just measured; the cache comes on top."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -91,7 +91,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _cells(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator[Cell]:
-    parameters = num_parameters(MiniMaxM3Config.from_pretrained(folder))
+    config = MiniMaxM3Config.from_pretrained(folder)
+    parameters, weight_bytes = num_parameters(config), bytes_read_per_step(config)
     longest = max(arguments.context) + arguments.tokens + 2
     set_threads(max(arguments.threads))
     ours = EngineArm(folder, "float32", longest, max(arguments.batch))
@@ -99,7 +100,7 @@ def _cells(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator[
     for context in arguments.context:
         for batch in arguments.batch:
             set_threads(max(arguments.threads))
-            prompts = _prompts(batch, context, MiniMaxM3Config.from_pretrained(folder).vocab_size)
+            prompts = _prompts(batch, context, config.vocab_size)
             for arm in (ours, theirs):
                 arm.prepare(prompts)
             expected = theirs.window(arguments.tokens)
@@ -109,7 +110,7 @@ def _cells(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator[
                 first, second = _interleave(ours, theirs, arguments.tokens, arguments.rounds)
                 for window in second:
                     check_same(window, expected, theirs.margins)
-                rate = read_rate(parameters * 4)
+                rate = read_rate(weight_bytes)
                 mine, other = summarise(first, batch), summarise(second, batch)
                 cell = Cell(
                     model=model,
@@ -123,9 +124,9 @@ def _cells(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator[
                     ratio=other.step_ms / mine.step_ms,
                     cpu_ratio=other.cpu_ms / mine.cpu_ms,
                     ratio_range=_ratio_range(first, second),
-                    weight_bytes=parameters * 4,
+                    weight_bytes=weight_bytes,
                     read_gb_per_second=rate / 1e9,
-                    floor_ms=parameters * 4 / rate * 1e3,
+                    floor_ms=weight_bytes / rate * 1e3,
                 )
                 where = f"{model} batch {batch} context {context} threads {threads}"
                 print(f"{where}: {cell.ratio:.1f} x transformers, {cell.cpu_ratio:.1f} by CPU time", file=sys.stderr)

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.bench import decode, transformers_model
 from tandem.bench.arms import Window
-from tandem.bench.checkpoint import num_parameters, write_random_checkpoint
+from tandem.bench.checkpoint import bytes_read_per_step, num_parameters, write_random_checkpoint
 from tandem.bench.command import add_parser
 from tandem.models import MiniMaxM3Config
 
@@ -68,6 +68,8 @@ def test_a_new_enough_transformers_is_taken(installed: str, monkeypatch: pytest.
 def test_the_random_checkpoint_has_forty_million_parameters_in_the_released_geometry(tmp_path: Path) -> None:
     config = MiniMaxM3Config.from_pretrained(write_random_checkpoint(tmp_path))
     assert 38e6 < num_parameters(config) < 42e6
+    # The embedding and the experts that a token does not take are not read.
+    assert 0.3 < bytes_read_per_step(config) / (2 * num_parameters(config)) < 0.95
     assert config.num_hidden_layers == 8
     assert (config.num_key_value_heads, config.head_dim, config.block_size, config.topk_blocks) == (4, 128, 128, 16)
 

@@ -105,8 +105,8 @@ _SPARSE_VALUE_KEYS = (
     "sparse_topk_blocks",
     "sparse_local_block",
 )
-# Legal at the wrapper's level and at the text model's; none of them changes the text model's mathematics.
-_BOOKKEEPING_KEYS = frozenset(
+# What any model's configuration may say beside its mathematics.
+COMMON_KEYS = frozenset(
     {
         "architectures",
         "model_type",
@@ -122,13 +122,16 @@ _BOOKKEEPING_KEYS = frozenset(
         "use_cache",
         "initializer_range",
         "attention_dropout",
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "num_mtp_modules",
-        "num_nextn_predict_layers",
     }
 )
+# Legal at the wrapper's level and at the text model's; none of them changes the text model's mathematics.
+_BOOKKEEPING_KEYS = COMMON_KEYS | {
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "num_mtp_modules",
+    "num_nextn_predict_layers",
+}
 _WRAPPER_KEYS = frozenset(
     {
         "text_config",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.models.config import read_config_file
+from tandem.models.config import COMMON_KEYS, read_config_file
 from tandem.models.errors import ConfigError, listed
 
 _LOGGER = logging.getLogger(__name__)
@@ -62,25 +62,7 @@ _VALUE_KEYS = frozenset(
     }
 )
 # None of these changes what the drafter computes.
-_BOOKKEEPING_KEYS = frozenset(
-    {
-        "architectures",
-        "model_type",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "auto_map",
-        "_name_or_path",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "quantization_config",
-        "use_cache",
-        "initializer_range",
-        "attention_dropout",
-        "max_window_layers",
-    }
-)
+_BOOKKEEPING_KEYS = COMMON_KEYS | {"max_window_layers"}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,12 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest applies `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--soak"):
+        for item in items:
+            if isinstance(item, pytest.Function) and "soak" in item.fixturenames:
+                item.add_marker("soak")
         return
     soak = [item for item in items if item.get_closest_marker("soak") is not None]
     config.hook.pytest_deselected(items=soak)

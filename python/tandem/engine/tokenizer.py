@@ -14,6 +14,8 @@ from tandem.engine.errors import TokenizerError
 END_OF_TURN = "[e~["
 THINK_OPEN = "<mm:think>"
 THINK_CLOSE = "</mm:think>"
+NAMESPACE = "]<]minimax[>["
+"""Stands before every tag of a tool call."""
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -87,11 +89,12 @@ class Tokenizer:
 
     @cached_property
     def hidden_ids(self) -> frozenset[int]:
-        """Ids left out of the text when special tokens are skipped: all special ones but the tags of the reasoning.
+        """Ids left out of the text when special tokens are skipped: all special ones but those of a reply's tags.
 
-        The tags tell a reply's reasoning from its answer, so they are text whatever flag the vocabulary gives them.
+        The tags tell a reply's reasoning, answer and tool calls from each other, so they are text whatever flag the
+        vocabulary gives them.
         """
-        tags = {self.token_id(THINK_OPEN), self.token_id(THINK_CLOSE)}
+        tags = {self.token_id(tag) for tag in (THINK_OPEN, THINK_CLOSE, NAMESPACE)}
         return frozenset(i for i in self.special_ids if i not in tags)
 
     def encode(self, text: str) -> list[int]:

@@ -12,7 +12,9 @@ from tandem.engine.errors import TokenizerError
 from tandem.engine.tokenizer import Tokenizer
 from tests.python.engine.byte_tokenizer import byte_ids, byte_tokenizer
 
-TOKENIZER = byte_tokenizer(merges=[("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ã", "©")], extra_tokens=["<end of text>"])
+TOKENIZER = byte_tokenizer(
+    merges=[("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ã", "©")], extra_tokens=["<end of text>", "]<]minimax[>["]
+)
 
 
 def decode_in_one(data: bytes) -> str:
@@ -87,10 +89,10 @@ def test_incomplete_suffix_is_the_start_of_a_character(data: bytes, suffix: byte
     assert incomplete_suffix(data) == suffix
 
 
-def test_control_tokens_are_left_out_but_the_tags_of_the_reasoning_stay() -> None:
-    ids = TOKENIZER.encode("<mm:think>a</mm:think>b[e~[")
-    assert TOKENIZER.decode(ids) == "<mm:think>a</mm:think>b"
-    assert TOKENIZER.decode(ids, skip_special_tokens=False) == "<mm:think>a</mm:think>b[e~["
+def test_control_tokens_are_left_out_but_the_tags_of_a_reply_stay() -> None:
+    ids = TOKENIZER.encode("<mm:think>a</mm:think>b]<]minimax[>[<tool_call>[e~[")
+    assert TOKENIZER.decode(ids) == "<mm:think>a</mm:think>b]<]minimax[>[<tool_call>"
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == "<mm:think>a</mm:think>b]<]minimax[>[<tool_call>[e~["
     assert TOKENIZER.end_ids == {TOKENIZER.token_id("[e~[")}
 
 

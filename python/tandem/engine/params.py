@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from tandem.engine.errors import InvalidParameterError, check_token_ids
+from tandem.engine.grammar import Grammar
 
 MAX_LOGPROBS = 20
 _MAX_SEED = 2**64 - 1
@@ -47,6 +48,7 @@ class SamplingParams:
         max_tokens: At most so many tokens; None means up to the model's limit.
         detokenize: Without it, ``text`` stays empty and nothing is decoded (needs ``stop`` to be empty).
         skip_special_tokens: Leave control tokens out of the text. The tags around a reply's reasoning are text.
+        grammar: What the text must follow, if anything. Its end ends the request, with ``ignore_eos`` too.
         priority: Lower runs first; equal priorities in order of arrival.
         cache_salt: Prefix-cache namespace: pages are shared only between requests of the same salt.
     """
@@ -70,6 +72,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     detokenize: bool = True
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
     priority: int = 0
     cache_salt: str | None = None
 
@@ -104,6 +107,8 @@ class SamplingParams:
             flag = self.__dict__[name]
             if not isinstance(flag, bool):
                 raise InvalidParameterError(name, flag, "True or False")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidParameterError("grammar", self.grammar, "a Grammar or None")
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise InvalidParameterError("cache_salt", self.cache_salt, "a non-empty string or None")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))

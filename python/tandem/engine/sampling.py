@@ -3,9 +3,10 @@
 A *position* is one row of logits together with the sequence it belongs to and the index of the token it decides. A
 sequence may own several positions of one call (the verify rows of a speculative round); nothing here is per sequence.
 
-The order of processing: penalties, logit bias, min-tokens mask, temperature, top-k, top-p, min-p; then the argmax of
-the processed logits plus the noise of `tandem.engine.noise` (greedy positions take the argmax alone). Each stage
-leaves a position that does not use it bit for bit as it was, so a position's token does not depend on its neighbours.
+The order of processing: penalties, logit bias, min-tokens mask, grammar mask, temperature, top-k, top-p, min-p; then
+the argmax of the processed logits plus the noise of `tandem.engine.noise` (greedy positions take the argmax alone).
+Each stage leaves a position that does not use it bit for bit as it was, so a position's token does not depend on its
+neighbours.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Choice:
     """How P positions are decided. None for a stage means that no position uses it.
 
     ``temperature`` fp32 ``[P]`` (0 is greedy) and ``seed`` int64 ``[P]``; both None when all positions are greedy.
+    ``allowed`` bool ``[P, V]``: what the positions' grammars allow.
     """
 
     temperature: Tensor | None
@@ -80,6 +82,7 @@ class Choice:
     penalties: Penalties | None
     adjustments: Adjustments | None
     truncation: Truncation | None
+    allowed: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ def sample(logits: Tensor, token_index: Tensor, choice: Choice) -> Sampled:
         scores = penalise(scores, choice.penalties)
     if choice.adjustments is not None:
         scores = adjust(scores, token_index, choice.adjustments)
+    if choice.allowed is not None:
+        scores = scores.masked_fill(~choice.allowed, float("-inf"))
     allowed = scores.amax(dim=-1) > float("-inf")
     if choice.temperature is not None and choice.seed is not None:
         scores = _with_noise(scores, token_index, choice.temperature, choice.seed, choice.truncation)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tandem.engine.grammar import MaskArray, unpack_masks
 from tandem.engine.noise import as_signed_seed
 from tandem.engine.params import SamplingParams
 from tandem.engine.sampling import Adjustments, Choice, Penalties, Sampled, Truncation, greedy, sample
@@ -26,9 +27,10 @@ class Stage(IntFlag):
     ADJUSTMENTS = 2
     TRUNCATION = 4
     NOISE = 8
+    GRAMMAR = 16
 
 
-_PENALTIES, _ADJUSTMENTS, _TRUNCATION, _NOISE = (int(stage) for stage in Stage)
+_PENALTIES, _ADJUSTMENTS, _TRUNCATION, _NOISE, _GRAMMAR = (int(stage) for stage in Stage)
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,14 @@ class Positions:
     """The L positions of a step, in the order of its logits.
 
     ``seat`` int64 ``[L]``, on the host; ``token_index``, called where it is needed, int64 ``[L]``: the index of the
-    token to be decided, on the device; ``drafts``: None where no position of the step has drafts before it.
+    token to be decided, on the device; ``drafts``: None where no position of the step has drafts before it; ``masks``:
+    None where none has a grammar.
     """
 
     seat: IntArray
     token_index: Callable[[], Tensor]
     drafts: RoundDrafts | None
+    masks: PositionMasks | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,18 @@ class RoundDrafts:
     count: IntArray
     place: IntArray
     tokens: Tensor
+
+
+@dataclass(frozen=True)
+class PositionMasks:
+    """What grammars allow at G of the positions, on the host.
+
+    ``place`` int64 ``[G]``, ascending: which positions; ``bits`` int32 ``[G, ceil(V / 32)]``, an id's bit set where it
+    may come.
+    """
+
+    place: IntArray
+    bits: MaskArray
 
 
 class SamplingSeats:
@@ -117,6 +133,8 @@ class SamplingSeats:
             stages |= Stage.PENALTIES
             self._penalties[:, seat] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
             self._rebuild_counts(seat, prompt_ids, output_ids)
+        if params.grammar is not None:
+            stages |= Stage.GRAMMAR
         self._stages[seat] = int(stages)
 
     def _rebuild_counts(self, seat: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
@@ -176,6 +194,7 @@ class SamplingSeats:
             penalties=self._position_penalties(chosen, seats, positions) if used & _PENALTIES else None,
             adjustments=self._position_adjustments(seats) if used & _ADJUSTMENTS else None,
             truncation=truncation,
+            allowed=self._allowed(chosen, positions.masks) if used & _GRAMMAR else None,
         )
 
     def _position_penalties(self, chosen: IntArray, seats: IntArray, positions: Positions) -> Penalties:
@@ -213,6 +232,14 @@ class SamplingSeats:
             value=self._to_device(np.concatenate([part.value for _, part in parts])),
             below=self._to_device(np.concatenate([part.below for _, part in parts])),
         )
+
+    def _allowed(self, chosen: IntArray, masks: PositionMasks | None) -> Tensor:
+        """bool ``[P, V]``; everything is allowed at a position without a grammar."""
+        assert masks is not None, "a seat has a grammar and its positions have no masks"
+        allowed = np.ones((len(chosen), self._vocab_size), dtype=np.bool_)
+        _, mine, theirs = np.intersect1d(chosen, masks.place, assume_unique=True, return_indices=True)
+        allowed[mine] = unpack_masks(masks.bits[theirs], self._vocab_size)
+        return self._to_device(allowed)
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

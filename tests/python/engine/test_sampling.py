@@ -78,6 +78,21 @@ def test_a_row_where_every_id_is_forbidden_is_an_error() -> None:
     assert sampled.errors.tolist() == [SampleError.NOTHING_ALLOWED, 0]
 
 
+def test_a_grammar_masks_what_it_forbids_and_leaves_other_positions_alone() -> None:
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(3))
+    allowed = torch.ones(4, 40, dtype=torch.bool)
+    allowed[1] = False
+    allowed[1, [5, 9]] = True
+    allowed[2] = False
+    for choice in (NONE, noisy(4), replace(noisy(4), truncation=truncation(4, top_k=1))):
+        index = torch.arange(4)
+        free = sample(logits, index, choice)
+        bound = sample(logits, index, replace(choice, allowed=allowed))
+        assert bound.errors.tolist() == [0, 0, SampleError.NOTHING_ALLOWED, 0]
+        assert bound.tokens[[0, 3]].tolist() == free.tokens[[0, 3]].tolist()
+        assert int(bound.tokens[1]) in (5, 9)
+
+
 def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, int]:
     observed = torch.bincount(tokens, minlength=len(probabilities)).double()
     expected = probabilities.double() * len(tokens)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tandem.engine.command import add_drafter_option, drafter_of
 from tandem.engine.command import add_parser as add_generate
 from tandem.eval.command import add_parser as add_eval
 
@@ -52,6 +53,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         subparsers.add_parser("bench", help="measure against other software")
     inspect = subparsers.add_parser("inspect", help="what a model is and what serving it takes")
     inspect.add_argument("model", help="a model folder, or demo")
+    add_drafter_option(inspect)
     inspect.add_argument("--kv-dtype", default="bfloat16", help="type of cached keys and values (default %(default)s)")
     inspect.add_argument(
         "--shard", default=(1, 0), type=shard_of, metavar="SIZE,RANK", help="rank of a tensor-parallel group to show"
@@ -62,13 +64,15 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Print the architecture, the cache layout and its sizes."""
+    """Print the architecture, the drafter, the cache layout and its sizes."""
     from tandem import demo
     from tandem.core import layout
     from tandem.models.inspect import inspect_model
 
     path = demo.path() if arguments.model == "demo" else Path(arguments.model)
-    inspection = inspect_model(path, kv_dtype=arguments.kv_dtype, shard=layout.Shard(*arguments.shard))
+    inspection = inspect_model(
+        path, drafter=drafter_of(arguments), kv_dtype=arguments.kv_dtype, shard=layout.Shard(*arguments.shard)
+    )
     print(json.dumps(inspection.to_dict()) if arguments.json else inspection.render())
     return 0
 

@@ -49,6 +49,11 @@ _DTYPES = {
 }
 
 
+def model_folder(model: str | Path) -> Path:
+    """The folder that a model's name stands for: ``demo`` is the one that comes with the package."""
+    return demo.path() if model == "demo" else Path(model)
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """Everything that shapes an engine; `tandem.LLM` documents the fields."""
@@ -79,8 +84,8 @@ class EngineOptions:
 
     @property
     def model_path(self) -> Path:
-        """The model's folder; ``demo`` is the one that comes with the package."""
-        return demo.path() if self.model == "demo" else Path(self.model)
+        """The model's folder."""
+        return model_folder(self.model)
 
 
 @dataclass(frozen=True)

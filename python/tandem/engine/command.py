@@ -66,14 +66,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     sampling.add_argument("--stop", action="append", default=[], help="string that ends the text; may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", help="the model's end tokens do not end the text")
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--drafter", help="folder of an Eagle3 drafter, whose proposals speed the text up")
-    engine.add_argument("--draft-len", type=int, help="tokens proposed per step, 0 to 7 (default 3 with --drafter)")
+    add_drafter_option(engine)
+    engine.add_argument("--draft-len", type=int, help="tokens proposed per step, 0 to 7 (default 3 with a drafter)")
     engine.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
     engine.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="by default that of --dtype")
     engine.add_argument("--kv-cache-bytes", type=int, help="size of the page pool")
     engine.add_argument("--max-model-len", type=int, help="most tokens of a sequence")
     engine.add_argument("--num-threads", type=int, help="kernel threads")
     parser.set_defaults(run=run)
+
+
+def add_drafter_option(parser: argparse._ActionsContainer) -> None:
+    """Add ``--drafter``, which `drafter_of` reads."""
+    parser.add_argument(
+        "--drafter",
+        default="auto",
+        metavar="auto|none|FOLDER",
+        help="an Eagle3 drafter, whose proposals speed the text up (default %(default)s: the folder eagle3 inside the "
+        "model's, if it has one)",
+    )
+
+
+def drafter_of(arguments: argparse.Namespace) -> str | None:
+    """What ``--drafter`` asks for, as `LLM` takes it."""
+    return None if arguments.drafter == "none" else str(arguments.drafter)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     params = _params(arguments)
     with LLM(
         arguments.model,
-        drafter=arguments.drafter,
+        drafter=drafter_of(arguments),
         draft_len=arguments.draft_len,
         dtype=arguments.dtype,
         kv_dtype=arguments.kv_dtype,

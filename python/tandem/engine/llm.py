@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 import weakref
@@ -17,6 +18,7 @@ from tandem.engine.build import (
     DtypeName,
     EngineOptions,
     build_engine,
+    model_folder,
 )
 from tandem.engine.chat import ChatTemplate, Message
 from tandem.engine.engine import EngineStats
@@ -27,7 +29,10 @@ from tandem.engine.outputs import Delta, RequestOutput
 from tandem.engine.params import SamplingParams
 from tandem.engine.tokenizer import Tokenizer
 from tandem.models import MiniMaxM3Config
+from tandem.models.eagle3_config import find_drafter
 from tandem.msa import AttentionBackend, Limits
+
+_log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
@@ -44,7 +49,8 @@ class LLM:
     Args:
         model: a model folder, or ``demo`` for the model that comes with the package.
         drafter: folder of an Eagle3 drafter of the model, which then proposes tokens in each step. The text is the same
-            with and without; None proposes nothing.
+            with and without. ``auto`` takes the folder ``eagle3`` inside the model's, where there is one; None proposes
+            nothing.
         draft_len: tokens proposed per step and sequence, 0 to 7; by default 3 with a drafter.
         dtype: type of weights and activations, ``float32`` or ``bfloat16``. Norms and routers are always fp32.
         kv_dtype: type of the cached keys and values; that of ``dtype`` by default.
@@ -72,7 +78,7 @@ class LLM:
         self,
         model: str | Path,
         *,
-        drafter: str | Path | None = None,
+        drafter: str | Path | None = "auto",
         draft_len: int | None = None,
         dtype: DtypeName = "float32",
         kv_dtype: DtypeName | None = None,
@@ -87,6 +93,8 @@ class LLM:
         poison_pool: bool = False,
         wrap_attention: Callable[[AttentionBackend], AttentionBackend] | None = None,
     ) -> None:
+        drafter = find_drafter(drafter, model_folder(model))
+        _log.info("drafter: %s", drafter or "none")
         if draft_len is None:
             draft_len = 0 if drafter is None else DEFAULT_DRAFT_LEN
         options = EngineOptions(

@@ -78,6 +78,16 @@ class CheckpointWeights:
         """Bytes that the weights take as stored, scales included."""
         self._check(ignored_prefixes)
 
+    @property
+    def num_tensors(self) -> int:
+        """Weights, whose scales are not counted."""
+        return len(self._specs)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that the weights stand for, however they are stored."""
+        return sum(spec.num_elements for spec in self._specs.values())
+
     def _check(self, ignored_prefixes: tuple[str, ...]) -> None:
         missing: list[str] = []
         wrong: list[str] = []

@@ -25,7 +25,6 @@ from tandem.core import layout
 from tandem.models.checkpoint import Weights
 from tandem.models.eagle3_config import Eagle3Config
 from tandem.models.eagle3_weights import EMBEDDING, HEAD, Eagle3Weights
-from tandem.models.errors import ConfigError
 from tandem.models.layers.attention import ProjectionGeometry
 from tandem.models.layers.mlp import Silu
 from tandem.models.layers.norms import RmsNorm
@@ -173,12 +172,7 @@ def load_drafter(
     replaces the checkpoint's list of captured layers. Raises `CheckpointError` that names the key or tensors at fault.
     """
     config = Eagle3Config.from_pretrained(path)
-    for key, ours, theirs in (
-        ("vocab_size", config.vocab_size, target.config.vocab_size),
-        ("hidden_size", config.hidden_size, target.config.hidden_size),
-    ):
-        if ours != theirs:
-            raise ConfigError(f"{path}: the drafter's {key} is {ours}, the target's {theirs}")
+    config.require_fit(target.config, path)
     layer = target.config.num_hidden_layers
     captured = config.captured_layers(layer, aux_layers)
     stored = Eagle3Weights(Path(path), config, len(captured))

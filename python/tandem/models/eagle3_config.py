@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.models.config import COMMON_KEYS, read_config_file
+from tandem.models.config import COMMON_KEYS, MiniMaxM3Config, read_config_file
 from tandem.models.errors import ConfigError, listed
 
 _LOGGER = logging.getLogger(__name__)
@@ -63,6 +63,18 @@ _VALUE_KEYS = frozenset(
 )
 # None of these changes what the drafter computes.
 _BOOKKEEPING_KEYS = COMMON_KEYS | {"max_window_layers"}
+_OWN_FOLDER = "eagle3"
+
+
+def find_drafter(drafter: str | Path | None, model: Path) -> Path | None:
+    """Return the folder that `drafter` stands for, None for no drafter.
+
+    `auto` is the folder `eagle3` inside the model folder `model`, where there is one.
+    """
+    if drafter == "auto":
+        folder = model / _OWN_FOLDER
+        return folder if folder.is_dir() else None
+    return None if drafter is None else Path(drafter)
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,15 @@ class Eagle3Config:
         )
         _check_sizes(parsed, values)
         return parsed
+
+    def require_fit(self, target: MiniMaxM3Config, path: str | Path) -> None:
+        """Raise `ConfigError` unless the drafter, of the folder `path`, was made for a model such as `target`."""
+        for key, ours, theirs in (
+            ("vocab_size", self.vocab_size, target.vocab_size),
+            ("hidden_size", self.hidden_size, target.hidden_size),
+        ):
+            if ours != theirs:
+                raise ConfigError(f"{path}: the drafter's {key} is {ours}, the target's {theirs}")
 
     def captured_layers(self, num_target_layers: int, override: Sequence[int] | None = None) -> tuple[int, ...]:
         """Return after how many target layers each state is captured: 2, n/2 and n-3 of n where nobody says otherwise.

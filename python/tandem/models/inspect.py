@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tandem.core import layout
+from tandem.models import eagle3
 from tandem.models.checkpoint import CheckpointWeights, WeightKind
 from tandem.models.config import MiniMaxM3Config
+from tandem.models.eagle3_config import Eagle3Config, find_drafter
+from tandem.models.eagle3_weights import Eagle3Weights
 from tandem.models.errors import OptionError, listed
 from tandem.models.minimax_m3 import tile_specs
 from tandem.models.minimax_m3_weights import IGNORED_PREFIXES, TEXT_PREFIX, weight_specs
@@ -41,9 +44,25 @@ class WeightsSummary:
 
 
 @dataclass(frozen=True)
+class DrafterSummary:
+    """The Eagle3 drafter that rides in the model's cache, as the layer after its last one.
+
+    `captured_layers` counts the target's layers run before each state that the drafter reads.
+    """
+
+    path: str
+    config: Eagle3Config
+    captured_layers: tuple[int, ...]
+    own_embedding: bool
+    own_head: bool
+    weights: WeightsSummary
+
+
+@dataclass(frozen=True)
 class TileGroup:
     """Tiles that differ in nothing but their layer; `bytes_per_token` is of one layer, on this rank."""
 
+    owner: Literal["target", "drafter"]
     first_layer: int
     last_layer: int
     role: str
@@ -88,6 +107,7 @@ class Inspection:
     path: str
     config: MiniMaxM3Config
     weights: WeightsSummary
+    drafter: DrafterSummary | None
     kv_dtype: str
     shard_size: int
     shard_rank: int
@@ -106,32 +126,40 @@ class Inspection:
 
     def render(self) -> str:
         """Return the inspection as text for a terminal."""
-        return "\n".join([*_model_lines(self.config), "", *_weights_lines(self.weights), "", *_cache_lines(self)])
+        parts = [_model_lines(self.config), _weights_lines(self.weights), _drafter_lines(self.drafter)]
+        return "\n\n".join("\n".join(lines) for lines in (*parts, _cache_lines(self)))
 
 
 def inspect_model(
     path: str | Path,
     *,
+    drafter: str | Path | None = "auto",
     kv_dtype: str = "bfloat16",
     shard: layout.Shard | None = None,
     memory_gib: Sequence[float] = DEFAULT_MEMORY_GIB,
 ) -> Inspection:
     """Inspect the model folder `path`, whose weights may be absent.
 
-    `kv_dtype` is a key of `KV_DTYPES`, `shard` the part of the heads that the rank holds (all of them if None),
-    `memory_gib` the pool sizes to look at. Raises `CheckpointError`, `OptionError` for an unknown `kv_dtype`, and
-    `tandem.core.InvalidArgument` for a shard that the heads do not fit.
+    `drafter` is the folder of a drafter with its weights; `auto` takes the folder `eagle3` inside the model's where
+    there is one, None takes no drafter. `kv_dtype` is a key of `KV_DTYPES`, `shard` the part of the heads that the rank
+    holds (all of them if None), `memory_gib` the pool sizes to look at. Raises `CheckpointError`, `OptionError` for an
+    unknown `kv_dtype`, and `tandem.core.InvalidArgument` for a shard that the heads do not fit.
     """
     if kv_dtype not in KV_DTYPES:
         raise OptionError(f"kv_dtype is {kv_dtype!r}; allowed are {', '.join(KV_DTYPES)}")
     folder = Path(path)
     config = MiniMaxM3Config.from_pretrained(folder)
     shard = shard or layout.Shard()
-    cache = layout.CacheLayout(tile_specs(config, KV_DTYPES[kv_dtype]), config.block_size, shard)
+    draft = _inspect_drafter(find_drafter(drafter, folder), config)
+    tiles = tile_specs(config, KV_DTYPES[kv_dtype])
+    if draft is not None:
+        tiles += eagle3.tile_specs(draft.config, config.num_hidden_layers, KV_DTYPES[kv_dtype])
+    cache = layout.CacheLayout(tiles, config.block_size, shard)
     return Inspection(
         path=str(folder),
         config=config,
         weights=_inspect_weights(folder, config),
+        drafter=draft,
         kv_dtype=kv_dtype,
         shard_size=shard.size,
         shard_rank=shard.rank,
@@ -140,7 +168,7 @@ def inspect_model(
         bytes_per_token=cache.bytes_per_token,
         tokens_per_gib=_GIB // cache.slot_bytes * cache.tokens_per_page,
         layout_digest=cache.digest(),
-        tiles=_tile_groups(cache),
+        tiles=_tile_groups(cache, config.num_hidden_layers),
         sections=_slot_sections(cache),
         capacities=tuple(_capacity(config, cache, gib) for gib in memory_gib),
     )
@@ -165,11 +193,31 @@ def _inspect_weights(folder: Path, config: MiniMaxM3Config) -> WeightsSummary:
     )
 
 
-def _tile_groups(cache: layout.CacheLayout) -> tuple[TileGroup, ...]:
+def _inspect_drafter(folder: Path | None, target: MiniMaxM3Config) -> DrafterSummary | None:
+    if folder is None:
+        return None
+    config = Eagle3Config.from_pretrained(folder)
+    config.require_fit(target, folder)
+    captured = config.captured_layers(target.num_hidden_layers)
+    stored = Eagle3Weights(folder, config, len(captured))
+    weights = stored.weights
+    summary = WeightsSummary(
+        num_tensors=weights.num_tensors,
+        num_parameters=weights.num_parameters,
+        num_bytes=weights.num_bytes,
+        complete=True,
+        absent_files=(),
+        formats={weight_format.value: count for weight_format, count in weights.formats.items()},
+    )
+    return DrafterSummary(str(folder), config, captured, stored.has_embedding, stored.has_head, summary)
+
+
+def _tile_groups(cache: layout.CacheLayout, num_target_layers: int) -> tuple[TileGroup, ...]:
     groups: list[TileGroup] = []
     for spec in sorted(cache.tiles, key=lambda tile: (tile.role.value, tile.layer)):
         view = cache.view(spec.layer, spec.role)
         group = TileGroup(
+            owner="target" if spec.layer < num_target_layers else "drafter",
             first_layer=spec.layer,
             last_layer=spec.layer,
             role=spec.role.name,
@@ -243,19 +291,35 @@ def _weights_lines(weights: WeightsSummary) -> list[str]:
     return [head + f"{size} stored ({stored})"]
 
 
+def _drafter_lines(drafter: DrafterSummary | None) -> list[str]:
+    if drafter is None:
+        return ["drafter: none"]
+    config = drafter.config
+    own = [name for name, has in (("embedding", drafter.own_embedding), ("head", drafter.own_head)) if has]
+    parts = f"its own {' and '.join(own)}" if own else "embedding and head are the model's"
+    vocabulary = "" if config.draft_vocab_size == config.vocab_size else f", {config.draft_vocab_size} draft tokens"
+    return [
+        f"drafter: Eagle3, {config.num_attention_heads} query and {config.num_key_value_heads} KV heads of "
+        f"{config.head_dim}, MLP of {config.intermediate_size}, reads the states after "
+        f"{', '.join(map(str, drafter.captured_layers))} layers",
+        f"  {parts}{vocabulary}",
+        f"  {_weights_lines(drafter.weights)[0]}",
+    ]
+
+
 def _cache_lines(inspection: Inspection) -> list[str]:
     rank = "" if inspection.shard_size == 1 else f", rank {inspection.shard_rank} of {inspection.shard_size}"
     lines = [
         f"cache: {inspection.kv_dtype}{rank}, {inspection.bytes_per_token:,} bytes per token, slots of "
         f"{inspection.slot_bytes:,} bytes for {inspection.tokens_per_page} tokens, "
         f"{inspection.tokens_per_gib:,} tokens per GiB",
-        "  tiles        layers    role     type      heads here/all  dim   bytes per token and layer",
+        "  tiles        layers         role     type      heads here/all  dim   bytes per token and layer",
     ]
     for tile in inspection.tiles:
-        layers = f"{tile.first_layer}-{tile.last_layer}"
+        layers = f"{tile.first_layer}-{tile.last_layer}" if tile.owner == "target" else f"{tile.first_layer} (drafter)"
         heads = f"{tile.local_heads}/{tile.heads}" + (" replicated" if tile.replicated else "")
         lines.append(
-            f"               {layers:<9} {tile.role:<8} {tile.dtype:<9} {heads:<15} {tile.dim:<5} "
+            f"               {layers:<14} {tile.role:<8} {tile.dtype:<9} {heads:<15} {tile.dim:<5} "
             f"{tile.bytes_per_token:,}"
         )
     lines.append("  slot         offset        bytes         head stride   heads here/all  tiles per head")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tandem.models import MiniMaxM3Config
 from tests.python.engine.byte_tokenizer import byte_tokenizer_json
+from tests.python.models.eagle3_support import DraftShape, draft_config, draft_tensors
 from tests.python.models.support import Shape, random_weights, text_config, wrapped_config, write_checkpoint
 
 VOCAB_SIZE = 300
@@ -20,4 +21,11 @@ def make_checkpoint(folder: Path) -> Path:
     write_checkpoint(folder, wrapped_config(text), weights)
     (folder / "tokenizer.json").write_text(byte_tokenizer_json(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[e~["}), encoding="utf-8")
+    return folder
+
+
+def make_drafter(folder: Path, seed: int) -> Path:
+    """A random EAGLE 3.1 drafter of that model."""
+    shape = DraftShape(hidden=32, heads=4, kv_heads=2, head_dim=32, width=64, vocab=VOCAB_SIZE)
+    write_checkpoint(folder, draft_config(shape), draft_tensors(shape, seed), prefix="")
     return folder

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tandem.core import InvalidArgument, layout
-from tandem.models import CheckpointError, MiniMaxM3Config, TensorMismatchError
+from tandem.models import CheckpointError, ConfigError, CpuOps, MiniMaxM3Config, TensorMismatchError
 from tandem.models.errors import OptionError
 from tandem.models.inspect import inspect_model
 
+from .eagle3_support import AUX_LAYERS, CLASSIC, TARGET, DraftShape, draft_config, draft_tensors, load_pair
 from .support import Shape, random_weights, text_config, wrapped_config, write_checkpoint
 
 OFFICIAL_CONFIG = Path(__file__).with_name("minimax_m3_config.json")
@@ -127,6 +128,44 @@ def test_the_dictionary_form_is_plain_json(official: Path) -> None:
     assert plain["tiles"][2]["role"] == "INDEX_K"
     assert plain["sections"][0]["first_head"] == 1
     assert plain["weights"]["complete"] is False
+
+
+def test_a_drafter_in_the_models_folder_adds_its_layer_to_the_cache(tmp_path: Path) -> None:
+    load_pair(tmp_path, CLASSIC, CpuOps(), seed=2)
+    plain = inspect_model(tmp_path / "target")
+    assert plain.drafter is None
+    assert "drafter: none" in plain.render()
+    (tmp_path / "eagle3").rename(tmp_path / "target" / "eagle3")
+    with_drafter = inspect_model(tmp_path / "target")
+    drafter = with_drafter.drafter
+    assert drafter is not None
+    assert (drafter.captured_layers, drafter.own_embedding, drafter.own_head) == (AUX_LAYERS, True, True)
+    tensors = draft_tensors(CLASSIC, 3)
+    counted = [tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")]
+    assert drafter.weights.num_tensors == len(counted)
+    assert drafter.weights.num_parameters == sum(tensor.numel() for tensor in counted)
+    # K and V of the draft layer in bf16; the target's tiles are as without it.
+    own = CLASSIC.kv_heads * CLASSIC.head_dim * 2
+    assert with_drafter.bytes_per_token == plain.bytes_per_token + 2 * own
+    assert [tile for tile in with_drafter.tiles if tile.owner == "target"] == list(plain.tiles)
+    draft = [tile for tile in with_drafter.tiles if tile.owner == "drafter"]
+    assert [(tile.role, tile.first_layer, tile.last_layer, tile.bytes_per_token) for tile in draft] == [
+        ("K", 4, 4, own),
+        ("V", 4, 4, own),
+    ]
+    assert with_drafter.sections[0].num_tiles == plain.sections[0].num_tiles + 2
+    text = with_drafter.render()
+    assert "its own embedding and head, 40 draft tokens" in text
+    assert "4 (drafter)" in text
+    assert inspect_model(tmp_path / "target", drafter=None).slot_bytes == plain.slot_bytes
+
+
+def test_a_drafter_of_another_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(text_config(TARGET)))
+    (tmp_path / "eagle3").mkdir()
+    (tmp_path / "eagle3" / "config.json").write_text(json.dumps(draft_config(DraftShape(vocab=80))))
+    with pytest.raises(ConfigError, match="eagle3: the drafter's vocab_size is 80, the target's 64"):
+        inspect_model(tmp_path)
 
 
 def test_layers_of_a_kind_are_grouped_where_they_adjoin(tmp_path: Path) -> None:

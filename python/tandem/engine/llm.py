@@ -21,7 +21,7 @@ from tandem.engine.build import (
     model_folder,
 )
 from tandem.engine.chat import ChatTemplate, Message
-from tandem.engine.engine import EngineStats
+from tandem.engine.engine import Engine, EngineStats
 from tandem.engine.errors import InvalidParameterError, InvalidPromptError
 from tandem.engine.limits import SizeRequest
 from tandem.engine.loop import EngineThread
@@ -124,6 +124,11 @@ class LLM:
         self._built = built[0]
         # Also runs when the interpreter ends, so that no step is running while it is torn down.
         self._finalizer = weakref.finalize(self, self._thread.close)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; only the calls that are open to any thread may be made."""
+        return self._engine
 
     @property
     def limits(self) -> Limits:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tandem.engine.command import add_drafter_option, drafter_of
 from tandem.engine.command import add_parser as add_generate
 from tandem.eval.command import add_parser as add_eval
+from tandem.serve.command import add_parser as add_serve
 
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
@@ -45,6 +46,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(subparsers)
     add_eval(subparsers)
+    add_serve(subparsers)
     if command == "bench":
         from tandem.bench.command import add_parser as add_bench
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from tandem.engine.errors import InvalidChatError
 from tandem.engine.tokenizer import END_OF_TURN, THINK_CLOSE, THINK_OPEN, Tokenizer, read_json
+
+if TYPE_CHECKING:
+    import jinja2
 
 BEGIN = "]~!b["
 ROLE = "]~b]"
@@ -46,6 +51,12 @@ class ChatTemplate:
         tokens = {name: config[name] for name in names if isinstance(config.get(name), str)}
         return cls(source, tokens)
 
+    def takes(self, name: str) -> bool:
+        """Whether a variable, or a field of a message, can change the prompt: the template's source has the word."""
+        if self._source is None:
+            return name in ("messages", "role", "content", "add_generation_prompt", "thinking_mode")
+        return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
+
     def render(
         self,
         messages: Sequence[Message],
@@ -81,16 +92,9 @@ class ChatTemplate:
         variables: Mapping[str, Any],
     ) -> str:
         import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        def refuse(message: str) -> None:
-            raise InvalidChatError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = refuse
-        assert self._source is not None
         try:
-            return environment.from_string(self._source).render(
+            return self._template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 thinking_mode=thinking_mode,
@@ -99,6 +103,18 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise InvalidChatError(f"the chat template failed: {error}") from error
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise InvalidChatError(message)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = refuse
+        assert self._source is not None
+        return environment.from_string(self._source)
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of `render`."""

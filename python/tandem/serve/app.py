@@ -1,0 +1,190 @@
+"""The HTTP interface: routes, keys, body limits, and errors as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem.serve.answers import error_response, json_response
+from tandem.serve.chat import chat, encode_conversation
+from tandem.serve.completions import complete
+from tandem.serve.errors import ApiError, bad_request
+from tandem.serve.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+    parse_body,
+)
+from tandem.serve.service import Service
+
+_log = logging.getLogger(__name__)
+
+# Whoever watches a server is not one of its users.
+_OPEN_PATHS = frozenset({"/health", "/live", "/metrics"})
+
+_BodyKind = TypeVar("_BodyKind", bound=Body)
+Endpoint = Callable[[Request], Awaitable[Response]]
+Generate = Callable[[Service, _BodyKind, float], Awaitable[Response]]
+
+
+def make_app(service: Service) -> ASGIApp:
+    """The application that serves a model."""
+    endpoints = _Endpoints(service)
+    routes = [
+        Route("/v1/chat/completions", endpoints.generating(ChatBody, chat), methods=["POST"]),
+        Route("/v1/completions", endpoints.generating(CompletionBody, complete), methods=["POST"]),
+        Route("/v1/models", endpoints.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
+        Route("/v1/stats", endpoints.stats, methods=["GET"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        Route("/health", endpoints.health, methods=["GET"]),
+        Route("/live", endpoints.live, methods=["GET"]),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_fault},
+    )
+    return _Keys(app, service.options.api_keys)
+
+
+class _Endpoints:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def generating(self, kind: type[_BodyKind], run: Generate[_BodyKind]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            deadline = asyncio.get_running_loop().time() + self._service.options.request_timeout_s
+            body = parse_body(kind, await self._read(request))
+            return await run(self._service, body, deadline)
+
+        return endpoint
+
+    async def _read(self, request: Request) -> bytes:
+        """The body, no longer than allowed and no later than the deadline."""
+        options = self._service.options
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise bad_request(f"content-type is {content_type or 'missing'}; allowed is application/json")
+        length = request.headers.get("content-length", "0")
+        too_long = ApiError(413, f"the body is longer than {options.max_body_bytes} bytes", code="body_too_large")
+        if not length.isdecimal() or int(length) > options.max_body_bytes:
+            raise too_long
+        data = bytearray()
+        try:
+            async with asyncio.timeout(options.request_timeout_s):
+                async for part in request.stream():
+                    data += part
+                    if len(data) > options.max_body_bytes:
+                        raise too_long
+        except TimeoutError:
+            raise ApiError(408, "the body did not arrive in time", code="timeout") from None
+        return bytes(data)
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._service.check_model(request.path_params["name"])
+        return json_response(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._service.options.served_model_name,
+            "object": "model",
+            "created": self._service.started,
+            "owned_by": "tandem",
+            "max_model_len": self._service.ready.max_model_len,
+        }
+
+    async def stats(self, request: Request) -> Response:
+        return json_response(await self._service.client.stats())
+
+    async def tokenize(self, request: Request) -> Response:
+        data = await self._read(request)
+        # A conversation has messages, a text has a prompt; the body's other fields depend on which it is.
+        if b'"messages"' in data:
+            conversation = parse_body(TokenizeChatBody, data)
+            self._service.check_model(conversation.model)
+            opens_reply = conversation.add_generation_prompt is not False
+            ids = await encode_conversation(self._service, conversation, add_generation_prompt=opens_reply)
+        else:
+            text = parse_body(TokenizeTextBody, data)
+            self._service.check_model(text.model)
+            ids = await self._service.encode(text.prompt)
+        ready = self._service.ready
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": ready.max_model_len})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = parse_body(DetokenizeBody, await self._read(request))
+        self._service.check_model(body.model)
+        vocab_size = self._service.ready.vocab_size
+        for token_id in body.tokens:
+            if not 0 <= token_id < vocab_size:
+                raise bad_request(f"tokens holds token id {token_id}; allowed are 0 to {vocab_size - 1}", "tokens")
+        text = self._service.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+        return json_response({"prompt": text})
+
+    async def health(self, request: Request) -> Response:
+        """Readiness: whether requests should be sent here now."""
+        reason = self._service.client.unhealthy()
+        if reason is None:
+            return json_response({"status": "ok"})
+        return json_response({"status": "unavailable", "reason": reason}, 503)
+
+    async def live(self, request: Request) -> Response:
+        """Liveness: the HTTP process answers."""
+        return json_response({"status": "ok"})
+
+
+class _Keys:
+    """Lets requests through that bear one of the keys."""
+
+    def __init__(self, app: ASGIApp, keys: Any) -> None:
+        self._app = app
+        self._expected = [f"Bearer {key}".encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, as ASGI asks for."""
+        if scope["type"] == "http" and self._expected and scope["path"] not in _OPEN_PATHS:
+            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            # Every key is compared, each in a time that does not tell how much of it was right.
+            if sum(hmac.compare_digest(given, expected) for expected in self._expected) == 0:
+                await error_response(ApiError(401, "the API key is missing or wrong", code="invalid_api_key"))(
+                    scope, receive, send
+                )
+                return
+        await self._app(scope, receive, send)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    messages = {404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
+    response = error_response(ApiError(error.status_code, messages.get(error.status_code, error.detail)))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    # Starlette raises it again for the log.
+    return error_response(ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error"))

@@ -1,0 +1,154 @@
+"""`tandem serve`: the command line of the server."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+from pathlib import Path
+
+from tandem.engine.command import add_drafter_option, drafter_of
+
+_PACKAGES = ("msgspec", "pydantic", "starlette", "uvicorn", "uvloop", "httptools", "zmq")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `serve`; it sets `run`: parsed arguments in, exit code out. Loads nothing heavy."""
+    parser = subparsers.add_parser("serve", help="an OpenAI-compatible HTTP server", description=run.__doc__)
+    parser.add_argument("--model", required=True, help="a model folder, or demo")
+    parser.add_argument("--served-model-name", help="the name that requests give (default: that of the folder)")
+    http = parser.add_argument_group("http")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    http.add_argument(
+        "--port", type=int, default=8000, help="port to listen on, 0 for a free one (default %(default)s)"
+    )
+    http.add_argument("--api-key", action="append", default=[], help="key that requests must bear; may be repeated")
+    http.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line, unseen in process lists")
+    http.add_argument("--max-body-bytes", type=_positive_int, default=8 * 2**20, help="default %(default)s")
+    http.add_argument("--access-log", action="store_true", help="log each request")
+    traffic = parser.add_argument_group("traffic")
+    traffic.add_argument(
+        "--max-requests",
+        type=_positive_int,
+        default=256,
+        help="generations that may run or wait at once; more get 429 (default %(default)s)",
+    )
+    traffic.add_argument(
+        "--request-timeout",
+        type=_seconds,
+        default=600.0,
+        help="seconds until a request is aborted (default %(default)g)",
+    )
+    traffic.add_argument(
+        "--send-timeout",
+        type=_seconds,
+        default=30.0,
+        help="seconds that a client may take nothing of its answer (default %(default)g)",
+    )
+    traffic.add_argument(
+        "--shutdown-grace",
+        type=_seconds,
+        default=30.0,
+        help="seconds that requests may go on after SIGTERM (default %(default)g)",
+    )
+    traffic.add_argument(
+        "--stall-timeout",
+        type=_seconds,
+        default=30.0,
+        help="seconds without progress after which /health turns 503 (default %(default)g)",
+    )
+    engine = parser.add_argument_group("engine")
+    add_drafter_option(engine)
+    engine.add_argument("--draft-len", type=int, help="tokens proposed per step, 0 to 7 (default 3 with a drafter)")
+    engine.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
+    engine.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="by default that of --dtype")
+    engine.add_argument("--kv-cache-bytes", type=int, help="size of the page pool")
+    engine.add_argument("--max-model-len", type=int, help="most tokens of a sequence")
+    engine.add_argument("--max-seats", type=int, help="most sequences that run at once")
+    engine.add_argument("--max-tokens-per-step", type=int, help="most tokens of one step; longer prompts are cut")
+    engine.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
+    engine.add_argument("--num-threads", type=int, help="kernel threads")
+    engine.add_argument("--seed", type=int, help="makes requests without a seed repeatable, in order of arrival")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve a model over HTTP, until SIGTERM or SIGINT; what runs then is finished first."""
+    require_packages()
+    from tandem import demo
+    from tandem.serve.options import EngineConfig, ServerOptions
+    from tandem.serve.server import run_server
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    path = demo.path() if arguments.model == "demo" else Path(arguments.model)
+    engine = EngineConfig(
+        model=arguments.model,
+        drafter=drafter_of(arguments),
+        draft_len=arguments.draft_len,
+        dtype=arguments.dtype,
+        kv_dtype=arguments.kv_dtype,
+        kv_cache_bytes=arguments.kv_cache_bytes,
+        max_model_len=arguments.max_model_len,
+        max_seats=arguments.max_seats,
+        max_tokens_per_step=arguments.max_tokens_per_step,
+        enable_prefix_cache=not arguments.no_prefix_cache,
+        num_threads=arguments.num_threads,
+        seed=arguments.seed,
+    )
+    options = ServerOptions(
+        engine=engine,
+        model_path=path,
+        served_model_name=arguments.served_model_name or ("demo" if arguments.model == "demo" else path.resolve().name),
+        host=arguments.host,
+        port=arguments.port,
+        api_keys=[*arguments.api_key, *_keys_in(arguments.api_key_file)],
+        max_requests=arguments.max_requests,
+        max_body_bytes=arguments.max_body_bytes,
+        request_timeout_s=arguments.request_timeout,
+        send_timeout_s=arguments.send_timeout,
+        shutdown_grace_s=arguments.shutdown_grace,
+        stall_s=arguments.stall_timeout,
+        access_log=arguments.access_log,
+    )
+    return run_server(options)
+
+
+def require_packages() -> None:
+    """Raises `MissingPackagesError` where the extra is not installed."""
+    from tandem.serve.errors import MissingPackagesError
+
+    missing = []
+    for name in _PACKAGES:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            missing.append(name)
+    if missing:
+        raise MissingPackagesError(
+            f"serving needs packages that are not installed ({', '.join(missing)}): pip install 'tandem-serve[serve]'"
+        )
+
+
+def _keys_in(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    from tandem.serve.errors import ServerSetupError
+
+    keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not keys:
+        raise ServerSetupError(f"{file} holds no key; one a line is expected")
+    return keys
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not allowed, it must be at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not allowed, it must be a positive number of seconds")
+    return value

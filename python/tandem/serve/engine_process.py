@@ -1,0 +1,256 @@
+"""The engine process: takes requests from the channel, runs them, and sends back what they gain.
+
+It reads its configuration as one JSON line from standard input and ends when standard input does: the other side holds
+the pipe open for as long as it lives, so its death is seen at once, however it came.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from io import FileIO
+from typing import Any
+
+import msgspec
+import zmq
+
+from tandem.engine.engine import Engine, EngineStats
+from tandem.engine.errors import EngineClosedError
+from tandem.engine.outputs import Delta, RequestOutput, TokenLogprobs
+from tandem.engine.params import SamplingParams
+from tandem.serve import messages
+from tandem.serve.messages import Abort, Beat, End, Failed, GetStats, LogprobEntry, Piece, Ready, StatsReply, Submit
+from tandem.serve.options import EngineConfig
+from tandem.serve.outbox import Outbox
+
+_log = logging.getLogger(__name__)
+
+BEAT_S = 0.2
+# Messages that zmq holds per direction; behind a full channel the outbox joins pieces.
+HIGH_WATER = 64
+EXIT_ENGINE_STOPPED = 1
+
+
+@dataclass(frozen=True)
+class BuiltForServing:
+    """An engine with what the HTTP process must know of it."""
+
+    engine: Engine
+    ready: Ready
+    close: Callable[[], None]
+
+
+Build = Callable[[EngineConfig], BuiltForServing]
+
+
+class EngineServer:
+    """Passes requests from the channel to an engine, and deltas back.
+
+    Args:
+        built: the engine.
+        commands: socket of type PULL.
+        outbox: takes what goes to the HTTP process.
+    """
+
+    def __init__(self, built: BuiltForServing, commands: zmq.Socket[bytes], outbox: Outbox) -> None:
+        self._engine = built.engine
+        self._commands = commands
+        self._outbox = outbox
+        # The engine's number of a request by the HTTP process's. Touched by this thread alone: the engine thread only
+        # notes which requests have ended.
+        self._engine_ids: dict[int, int] = {}
+        self._ended: deque[int] = deque()
+        self._pulse: Future[None] | None = None
+
+    def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            EngineClosedError: the engine has stopped by itself.
+        """
+        next_beat = time.monotonic()
+        while True:
+            wait_ms = max(0, math.ceil((next_beat - time.monotonic()) * 1000))
+            if self._commands.poll(wait_ms) and not self._take(messages.decode_to_engine(self._commands.recv())):
+                return
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_S
+                self._beat()
+            while self._ended:
+                del self._engine_ids[self._ended.popleft()]
+
+    def _take(self, message: messages.ToEngine) -> bool:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort(request_id):
+                engine_id = self._engine_ids.get(request_id)
+                if engine_id is not None:
+                    self._engine.abort(engine_id)
+            case GetStats(call_id):
+                self._engine.call(lambda: self._reply(call_id, self._engine.stats()))
+            case messages.Stop():
+                return False
+        return True
+
+    def _submit(self, message: Submit) -> None:
+        def sink(delta: Delta) -> None:
+            self._outbox.put_piece(piece_of(message.request_id, delta, message.stream))
+            if delta.output is not None:
+                self._ended.append(message.request_id)
+
+        try:
+            params = SamplingParams(**message.params)
+            engine_id = self._engine.submit(message.prompt_ids, params, sink, stream=message.stream)
+            self._engine_ids[message.request_id] = engine_id
+        except ValueError as error:
+            end = End("error", cached_tokens=0, error=str(error), refused=True)
+            self._outbox.put_piece(Piece(message.request_id, "", 0, end=end))
+
+    def _reply(self, call_id: int, stats: EngineStats) -> None:
+        self._outbox.put(StatsReply(call_id, stats_of(stats)))
+
+    def _beat(self) -> None:
+        """Raises `EngineClosedError` where the engine has stopped."""
+        if self._pulse is None or self._pulse.done():
+            self._pulse = self._engine.call(lambda: None)
+        self._outbox.put(Beat(self._engine.num_steps))
+
+
+def piece_of(request_id: int, delta: Delta, stream: bool) -> Piece:
+    """What a delta says; without streaming the only one stands for the whole output."""
+    output = delta.output
+    if output is None or stream:
+        end = None if output is None else _end_of(output)
+        return Piece(request_id, delta.text, len(delta.token_ids), _entries(delta.logprobs), end)
+    return Piece(request_id, output.text, output.completion_tokens, _entries(output.logprobs), _end_of(output))
+
+
+def _end_of(output: RequestOutput) -> End:
+    prompt = output.prompt_logprobs
+    return End(
+        output.finish_reason,
+        cached_tokens=output.cached_tokens,
+        stop_reason=output.stop_reason,
+        error=output.error,
+        num_preemptions=output.num_preemptions,
+        scheduled_s=output.timings.scheduled,
+        first_token_s=output.timings.first_token,
+        total_s=output.timings.total,
+        prompt_logprobs=None if prompt is None else [None if entry is None else _entry(entry) for entry in prompt],
+    )
+
+
+def _entry(entry: TokenLogprobs) -> LogprobEntry:
+    return entry.token_id, entry.logprob, entry.top
+
+
+def _entries(logprobs: list[TokenLogprobs] | None) -> list[LogprobEntry] | None:
+    return None if logprobs is None else [_entry(entry) for entry in logprobs]
+
+
+def stats_of(stats: EngineStats) -> dict[str, Any]:
+    """The engine's counters as plain numbers."""
+    ledger, scheduler = stats.ledger, stats.scheduler
+    return {
+        "num_steps": stats.num_steps,
+        "num_running": scheduler.num_running,
+        "num_waiting": scheduler.num_waiting,
+        "pages": {
+            "free": ledger.free,
+            "cached": ledger.cached,
+            "held": ledger.held,
+            "leased": ledger.leased,
+            "total": ledger.total,
+        },
+    }
+
+
+def build_for_serving(config: EngineConfig) -> BuiltForServing:
+    """Load the model that the configuration names."""
+    from tandem.engine.llm import LLM
+
+    llm = LLM(**msgspec.structs.asdict(config))
+    limits = llm.limits
+    ready = Ready(
+        vocab_size=llm.config.vocab_size,
+        max_prompt_tokens=limits.max_model_len - 1,
+        max_model_len=limits.max_model_len,
+        load_seconds=llm.load_seconds,
+    )
+    return BuiltForServing(llm.engine, ready, llm.close)
+
+
+def serve_engine(build: Build, addresses: tuple[str, str]) -> int:
+    """Build an engine and serve it; returns the exit code.
+
+    Args:
+        build: makes the engine.
+        addresses: of the socket that commands come from, and of the one that everything else goes to.
+    """
+    # Ending is the HTTP process's decision: a signal for the whole process group must not cut off its requests.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Without a buffer, whose lock the interpreter's end would wait for while the thread below reads.
+    stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
+    config = msgspec.json.decode(stdin.readline(), type=EngineConfig)
+    threading.Thread(target=_end_with, args=(stdin,), name="tandem-parent-watch", daemon=True).start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    events.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    commands.connect(addresses[0])
+    events.connect(addresses[1])
+    outbox = Outbox(events)
+    try:
+        built = build(config)
+    # Whatever keeps the engine from being built is reported where the user looks: in the other process.
+    except Exception as error:
+        mistake = isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "tandem"
+        if not mistake:
+            _log.exception("the engine cannot be built")
+        outbox.put(Failed(f"{error}" if mistake else f"{type(error).__name__}: {error}", mistake))
+        outbox.close()
+        context.term()
+        return EXIT_ENGINE_STOPPED
+    outbox.put(built.ready)
+    code = 0
+    try:
+        EngineServer(built, commands, outbox).run()
+    except EngineClosedError as error:
+        _log.error("%s", error)
+        code = EXIT_ENGINE_STOPPED
+    built.close()
+    outbox.close()
+    commands.close()
+    context.term()
+    return code
+
+
+def _end_with(stdin: FileIO) -> None:
+    """Nobody is left to answer to when the HTTP process has died; nothing here is worth saving then."""
+    while stdin.read(1):
+        pass
+    os._exit(EXIT_ENGINE_STOPPED)
+
+
+def main() -> int:
+    """Serve a model; the arguments are the two addresses."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
+    return serve_engine(build_for_serving, (sys.argv[1], sys.argv[2]))
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stderr.flush()
+    # A thread still waits for standard input; ending the interpreter around it would only print what it cannot free.
+    os._exit(exit_code)

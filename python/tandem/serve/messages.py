@@ -1,0 +1,144 @@
+"""What the two processes say to each other, and how it is written: msgpack, one message a frame."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tandem.engine.outputs import FinishReason
+
+# One token with its log-probability, and those of the most likely ids: (id, logprob, ((id, logprob), ...)).
+LogprobEntry = tuple[int, float, tuple[tuple[int, float], ...]]
+
+
+class _Message(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+# To the engine.
+
+
+class Submit(_Message):
+    """Run a request. ``params`` are keyword arguments of `SamplingParams`."""
+
+    request_id: int
+    prompt_ids: list[int]
+    params: dict[str, Any]
+    stream: bool
+
+
+class Abort(_Message):
+    """End a request soon; it still gets its end."""
+
+    request_id: int
+
+
+class Stop(_Message):
+    """End the process."""
+
+
+class GetStats(_Message):
+    """Ask for a `StatsReply` with the same number."""
+
+    call_id: int
+    drain: bool
+
+
+# From the engine.
+
+
+class Ready(_Message):
+    """The engine is built."""
+
+    vocab_size: int
+    max_prompt_tokens: int
+    max_model_len: int
+    load_seconds: float
+
+
+class Failed(_Message):
+    """The engine cannot be built. ``mistake``: what was given is at fault, not the program."""
+
+    text: str
+    mistake: bool
+
+
+class End(msgspec.Struct, array_like=True):
+    """The end of a request; seconds count from its submission to the engine.
+
+    ``refused`` says that nothing ran because the request cannot be served; ``error`` is the reason then.
+    """
+
+    finish_reason: FinishReason
+    cached_tokens: int
+    stop_reason: str | int | None = None
+    error: str | None = None
+    refused: bool = False
+    num_preemptions: int = 0
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    total_s: float = 0.0
+    prompt_logprobs: list[LogprobEntry | None] | None = None
+
+
+class Piece(msgspec.Struct, array_like=True):
+    """What a request gained since the last one."""
+
+    request_id: int
+    text: str
+    num_tokens: int
+    logprobs: list[LogprobEntry] | None = None
+    end: End | None = None
+
+    def append(self, later: Piece) -> None:
+        """Take in what the same request gained afterwards."""
+        self.text += later.text
+        self.num_tokens += later.num_tokens
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.end = later.end
+
+
+class Pieces(_Message):
+    """At most one piece per request."""
+
+    pieces: list[Piece]
+
+
+class Beat(_Message):
+    """A sign of life, several times a second. ``num_steps`` is the engine's progress counter."""
+
+    num_steps: int
+
+
+class StatsReply(_Message):
+    """Answer to `GetStats`: plain numbers, by name."""
+
+    call_id: int
+    stats: dict[str, Any]
+
+
+ToEngine = Submit | Abort | Stop | GetStats
+FromEngine = Ready | Failed | Pieces | Beat | StatsReply
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """Read a message that the engine process got."""
+    message: ToEngine = _to_engine.decode(data)
+    return message
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """Read a message that the HTTP process got."""
+    message: FromEngine = _from_engine.decode(data)
+    return message

@@ -1,0 +1,123 @@
+"""Runs the server: socket, engine process, HTTP, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+
+import uvicorn
+import uvloop
+
+from tandem.engine.chat import ChatTemplate
+from tandem.engine.tokenizer import Tokenizer
+from tandem.serve.app import make_app
+from tandem.serve.connection import ConnectionLimits, bounded_protocol
+from tandem.serve.engine_client import EngineClient
+from tandem.serve.errors import EngineStartError, ServerSetupError
+from tandem.serve.options import ServerOptions
+from tandem.serve.service import Service
+
+_log = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_ENGINE_DIED = 3
+# After the grace, aborted requests still have to reach their clients.
+_LAST_WORDS_S = 2
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn's server, whose signals begin an orderly end; a second one ends it at once."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.exit_asked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by the signal."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._loop.call_soon_threadsafe(self.exit_asked.set)
+
+
+def run_server(options: ServerOptions) -> int:
+    """Serve until a signal comes or the engine dies; returns the exit code.
+
+    Raises:
+        ServerSetupError: the address cannot be listened on.
+        EngineStartError: the engine cannot be built.
+        TokenizerError: the model's tokenizer is missing or malformed.
+    """
+    tokenizer = Tokenizer.from_pretrained(options.model_path)
+    chat_template = ChatTemplate.from_pretrained(options.model_path)
+    listener = _listen(options)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(options, tokenizer, chat_template, listener))
+
+
+async def _serve(
+    options: ServerOptions, tokenizer: Tokenizer, chat_template: ChatTemplate, listener: socket.socket
+) -> int:
+    client = EngineClient(options)
+    config = uvicorn.Config(
+        make_app(Service(options, client, tokenizer, chat_template)),
+        http=bounded_protocol(ConnectionLimits(send_timeout_s=options.send_timeout_s)),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=options.access_log,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(options.shutdown_grace_s) + _LAST_WORDS_S,
+    )
+    server = _HttpServer(config)
+    await client.start()
+    port = listener.getsockname()[1]
+    print(
+        f"tandem: listening on http://{_in_url(options.host)}:{port}, loading {options.served_model_name}", flush=True
+    )
+    tasks = [asyncio.create_task(task) for task in (_announce(client, server), _drain(client, server, options))]
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        died = client.died.is_set()
+        await client.stop()
+    for result in results:
+        if isinstance(result, EngineStartError):
+            raise result
+    return EXIT_ENGINE_DIED if died else EXIT_OK
+
+
+async def _announce(client: EngineClient, server: _HttpServer) -> None:
+    """Say when requests are served; end the server where they will never be."""
+    try:
+        ready = await client.wait_ready()
+    except EngineStartError:
+        server.should_exit = True
+        raise
+    print(f"tandem: ready after {ready.load_seconds:.1f} s, {ready.max_model_len} tokens per request", flush=True)
+    await client.died.wait()
+    _log.error("the engine process has died; the server ends")
+    server.should_exit = True
+
+
+async def _drain(client: EngineClient, server: _HttpServer, options: ServerOptions) -> None:
+    await server.exit_asked.wait()
+    await client.drain(options.shutdown_grace_s)
+
+
+def _listen(options: ServerOptions) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((options.host, options.port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise ServerSetupError(f"cannot listen on {options.host}:{options.port}: {error}") from error
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,4 +1,5 @@
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -191,6 +192,9 @@ void bind_types(nb::module_& m) {
               "Prompt tokens found in the prefix cache at the first admission.")
       .def_ro("num_generated_tokens", &Terminal::num_generated_tokens)
       .def_ro("num_preemptions", &Terminal::num_preemptions)
+      .def_ro("num_rounds", &Terminal::num_rounds)
+      .def_ro("num_drafted_tokens", &Terminal::num_drafted_tokens)
+      .def_ro("num_accepted_tokens", &Terminal::num_accepted_tokens)
       .def(
           "__eq__", [](const Terminal& self, const Terminal& other) { return self == other; }, nb::is_operator())
       .def("__repr__", [](const Terminal& self) {
@@ -198,6 +202,14 @@ void bind_types(nb::module_& m) {
                ", reason=" + std::string(to_string(self.reason)) +
                ", num_generated_tokens=" + std::to_string(self.num_generated_tokens) + ")";
       });
+
+  nb::class_<Rounds>(m, "Rounds",
+                     "What became of drafts, cumulative. A round is a decode row that verified drafts and whose result "
+                     "counted. Of a round that ends its request, all drafts count as drafted, and as accepted those up "
+                     "to and including the token that ends it.")
+      .def_ro("num_rounds", &Rounds::num_rounds)
+      .def_ro("num_drafted", &Rounds::num_drafted, "By place in the round, the first draft at 0; 7 places.")
+      .def_ro("num_accepted", &Rounds::num_accepted, "By place in the round, likewise.");
 
   nb::class_<Stats>(m, "Stats", "Counters since the start, and what is now: running, waiting, in flight, pending.")
       .def_ro("num_running", &Stats::num_running)
@@ -227,9 +239,12 @@ void bind_types(nb::module_& m) {
       .def_ro("num_prompt_tokens", &Stats::num_prompt_tokens, "Of admitted requests, each counted once.")
       .def_ro("num_cached_tokens", &Stats::num_cached_tokens, "Of those, found in the prefix cache.")
       .def_ro("num_generated_tokens", &Stats::num_generated_tokens)
-      .def_ro("num_rounds", &Stats::num_rounds, "Decode rows that verified drafts and counted.")
-      .def_ro("num_drafted_tokens", &Stats::num_drafted_tokens)
-      .def_ro("num_accepted_tokens", &Stats::num_accepted_tokens);
+      .def_ro("cold_rounds", &Stats::cold_rounds, "Of sequences that began with nothing cached.")
+      .def_ro("prefix_hit_rounds", &Stats::prefix_hit_rounds,
+              "Of sequences that began with pages of the prefix tree, after a preemption their own ones included.")
+      .def_prop_ro("num_rounds", &Stats::num_rounds, "On all routes, as the two below.")
+      .def_prop_ro("num_drafted_tokens", &Stats::num_drafted_tokens)
+      .def_prop_ro("num_accepted_tokens", &Stats::num_accepted_tokens);
 }
 
 void bind_plan(nb::module_& m) {

@@ -204,10 +204,11 @@ void Scheduler::complete_sampling_row(const StepPlan& plan, std::size_t row, con
   events_.num_drafts[sample] = num_drafts;
   events_.finish[sample] = static_cast<std::int32_t>(reason);
   counters_.num_generated_tokens += num_kept;
-  if (num_drafts > 0) {
-    ++counters_.num_rounds;
-    counters_.num_drafted_tokens += num_drafts;
-    counters_.num_accepted_tokens += num_accepted;
+  if (num_drafts > 0 && !gave_up) {
+    (sequence.hit_len > 0 ? counters_.prefix_hit_rounds : counters_.cold_rounds).count(num_drafts, num_accepted);
+    ++sequence.num_rounds;
+    sequence.num_drafted_tokens += num_drafts;
+    sequence.num_accepted_tokens += num_accepted;
   }
   if (reason != FinishReason::None) {
     events_.terminals.push_back(end(sequence, reason));

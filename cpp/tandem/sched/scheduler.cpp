@@ -130,6 +130,9 @@ Terminal Scheduler::end(Sequence& sequence, FinishReason reason) {
       .num_cached_tokens = sequence.num_cached_tokens,
       .num_generated_tokens = sequence.num_known() - sequence.num_prompt_tokens,
       .num_preemptions = sequence.num_preemptions,
+      .num_rounds = sequence.num_rounds,
+      .num_drafted_tokens = sequence.num_drafted_tokens,
+      .num_accepted_tokens = sequence.num_accepted_tokens,
   };
   if (sequence.phase == Phase::Waiting) {
     waiting_.erase(sequence.key);

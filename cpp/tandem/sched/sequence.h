@@ -65,6 +65,10 @@ struct alignas(64) Sequence {
   std::int32_t num_rows_in_flight = 0;  // of this epoch
   std::int32_t num_samples_in_flight = 0;
   std::int32_t num_listed_pages = 0;  // pages that the seat's table has
+  std::int32_t hit_len = 0;           // tokens found in the prefix cache at this admission
+  std::int32_t num_rounds = 0;
+  std::int32_t num_drafted_tokens = 0;
+  std::int32_t num_accepted_tokens = 0;
   Phase phase = Phase::Waiting;
   bool has_drafts = false;  // its last row was asked to propose some
   bool fresh = false;       // no row planned on this seat yet
@@ -74,7 +78,6 @@ struct alignas(64) Sequence {
   kv::SequencePages pages;
 
   std::int32_t prefill_len = 0;  // known tokens at admission: where Context ends
-  std::int32_t hit_len = 0;      // of them, found in the prefix cache at this admission
   std::int32_t num_prompt_tokens;
   std::int32_t num_cached_tokens = 0;  // at the first admission
   std::int32_t num_preemptions = 0;

@@ -7,8 +7,6 @@
 namespace tandem::sched {
 namespace {
 
-constexpr std::int32_t kMaxDraftLen = 7;
-
 void require_at_least(const char* field, std::int64_t value, std::int64_t least, const char* why = "") {
   if (value < least) {
     throw InvalidArgument(std::string("SchedulerConfig.") + field + " is " + std::to_string(value) +

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <string>
@@ -18,6 +20,7 @@ using kv::TokenId;
 // from `abort`, Error from `fail` or from a row that the engine gave up.
 enum class FinishReason : std::int32_t { None = 0, Stop = 1, Length = 2, Abort = 3, Error = 4 };
 inline constexpr std::size_t kNumFinishReasons = 5;
+inline constexpr std::int32_t kMaxDraftLen = 7;
 
 [[nodiscard]] std::string_view to_string(FinishReason reason);
 
@@ -86,6 +89,9 @@ struct Terminal {
   std::int32_t num_cached_tokens = 0;  // of the prompt, found in the prefix cache when it was first admitted
   std::int32_t num_generated_tokens = 0;
   std::int32_t num_preemptions = 0;
+  std::int32_t num_rounds = 0;  // as in Rounds, on whatever route
+  std::int32_t num_drafted_tokens = 0;
+  std::int32_t num_accepted_tokens = 0;
   friend bool operator==(const Terminal&, const Terminal&) = default;
 };
 
@@ -100,6 +106,24 @@ struct StepEvents {
   std::vector<std::int32_t> num_drafts;    // drafts that the row verified; 0 for a context row
   std::vector<std::int32_t> finish;        // FinishReason; not None exactly where `terminals` has the sequence
   std::vector<Terminal> terminals;
+};
+
+// What became of drafts. A round is a decode row that verified drafts and whose result counted: not one of an epoch
+// that had ended, nor one that the engine gave up. All drafts that it verified count as drafted. Accepted are those
+// kept: where a request ends within a round, the ones up to and including the token that ends it.
+struct Rounds {
+  std::int64_t num_rounds = 0;
+  std::array<std::int64_t, kMaxDraftLen> num_drafted{};   // by place in the round, the first draft at 0
+  std::array<std::int64_t, kMaxDraftLen> num_accepted{};  // likewise
+
+  void count(std::int32_t num_drafts, std::int32_t accepted) {
+    ++num_rounds;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(num_drafts); ++i) {
+      ++num_drafted[i];
+      num_accepted[i] += static_cast<std::int32_t>(i) < accepted ? 1 : 0;
+    }
+  }
+  friend bool operator==(const Rounds&, const Rounds&) = default;
 };
 
 // Counters are cumulative, the others are of now.
@@ -123,9 +147,23 @@ struct Stats {
   std::int64_t num_prompt_tokens = 0;  // of admitted requests, counted once
   std::int64_t num_cached_tokens = 0;  // of those, found in the prefix cache
   std::int64_t num_generated_tokens = 0;
-  std::int64_t num_rounds = 0;  // decode rows that verified drafts and counted
-  std::int64_t num_drafted_tokens = 0;
-  std::int64_t num_accepted_tokens = 0;
+  // Rounds by what their sequences began with at their present admission: nothing cached, or pages of the prefix tree.
+  // A preempted sequence that finds its own pages again is a prefix hit: its drafts depend on what the tree gave back.
+  Rounds cold_rounds;
+  Rounds prefix_hit_rounds;
+
+  [[nodiscard]] std::int64_t num_rounds() const { return cold_rounds.num_rounds + prefix_hit_rounds.num_rounds; }
+  [[nodiscard]] std::int64_t num_drafted_tokens() const {
+    return sum(cold_rounds.num_drafted) + sum(prefix_hit_rounds.num_drafted);
+  }
+  [[nodiscard]] std::int64_t num_accepted_tokens() const {
+    return sum(cold_rounds.num_accepted) + sum(prefix_hit_rounds.num_accepted);
+  }
+
+ private:
+  static std::int64_t sum(const std::array<std::int64_t, kMaxDraftLen>& counts) {
+    return std::reduce(counts.begin(), counts.end());
+  }
 };
 
 }  // namespace tandem::sched

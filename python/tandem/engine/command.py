@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # Imported where the command runs, so that --help need not load torch.
-    from tandem.core import sched
     from tandem.engine.chat import Message
     from tandem.engine.llm import LLM
     from tandem.engine.outputs import Delta, RequestOutput
@@ -128,8 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
                     print(output.text)
             stats = llm.stats()
             print(summary(outputs, load_seconds, seconds, stats.times))
-            if stats.scheduler.num_rounds > 0:
-                print(acceptance(stats.scheduler))
+            if stats.speculation.total.num_rounds > 0:
+                print(f"[{stats.speculation.total}]")
     return 1 if any(output.finish_reason == "error" for output in outputs) else 0
 
 
@@ -145,6 +144,7 @@ def as_json(output: RequestOutput, prompt: str) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
         "tokens_per_second": output.tokens_per_second,
+        "speculation": output.rounds.to_dict(),
         "seconds": asdict(output.timings),
     }
     if output.error is not None:
@@ -171,15 +171,6 @@ def summary(outputs: Sequence[RequestOutput], load_seconds: float, seconds: floa
     whole = max(sum(parts.values()), 1e-9)
     shares = ", ".join(f"{name} {100 * part / whole:.0f}%" for name, part in parts.items())
     return f"[{tokens} tokens, {rate:.1f} tokens/s; {phases}; steps: {shares}]"
-
-
-def acceptance(stats: sched.Stats) -> str:
-    """One line: what became of the drafts. The mean length counts the accepted drafts of a round, and one more."""
-    length = 1 + stats.num_accepted_tokens / stats.num_rounds
-    return (
-        f"[{stats.num_rounds} rounds, {stats.num_accepted_tokens} of {stats.num_drafted_tokens} drafts accepted, "
-        f"mean acceptance length {length:.2f}]"
-    )
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str] | None:

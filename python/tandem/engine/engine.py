@@ -28,6 +28,7 @@ from tandem.engine.params import SamplingParams
 from tandem.engine.request import Request, Sink, Taken
 from tandem.engine.runner import ModelRunner, RowResult, StepInFlight, StepTimes
 from tandem.engine.sampling import SampleError
+from tandem.engine.speculation import RoundCounts, SpeculationStats
 from tandem.engine.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -57,6 +58,11 @@ class EngineStats:
     times: StepTimes
     num_steps: int
     """The progress counter: grows with each completed step, failed ones included."""
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """What became of drafts."""
+        return SpeculationStats.of(self.scheduler)
 
 
 @dataclass(frozen=True)
@@ -361,6 +367,7 @@ class Engine:
             num_new=num_new,
             cached_tokens=terminal.num_cached_tokens,
             num_preemptions=terminal.num_preemptions,
+            rounds=RoundCounts.of_request(terminal),
         )
 
 

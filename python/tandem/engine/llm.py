@@ -222,7 +222,10 @@ class LLM:
         self._engine.abort(request_id)
 
     def stats(self) -> EngineStats:
-        """Counters of the scheduler, states of the pages, seconds per part of the steps, and the progress counter."""
+        """Counters of the scheduler, states of the pages, seconds per part of the steps, and the progress counter.
+
+        Its ``speculation`` says what became of drafts, by route and position.
+        """
         return self._engine.call(self._engine.stats).result()
 
     def reset_prefix_cache(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tandem.engine.speculation import NO_ROUNDS, RoundCounts
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 LOWEST_LOGPROB = -9999.0
@@ -51,6 +53,7 @@ class RequestOutput:
         logprobs: one entry per generated token, if asked for.
         prompt_logprobs: one entry per prompt token, None for the first, if asked for.
         num_preemptions: how often the request lost its seat and was resumed.
+        rounds: what became of its drafts; all 0 where none were proposed.
     """
 
     request_id: int
@@ -65,6 +68,7 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_preemptions: int = 0
+    rounds: RoundCounts = NO_ROUNDS
     timings: Timings = field(default_factory=lambda: Timings(None, None, 0.0))
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tandem.engine.detokenize import DecoderState, StopScanner
 from tandem.engine.outputs import Delta, FinishReason, RequestOutput, Timings, TokenLogprobs
 from tandem.engine.params import SamplingParams
+from tandem.engine.speculation import NO_ROUNDS, RoundCounts
 from tandem.engine.tokenizer import Tokenizer
 
 Sink = Callable[[Delta], None]
@@ -167,7 +168,15 @@ class Request:
         self._shown += len(text)
         self._sink(Delta(self.request_id, text, self._last(num_new), self._last_logprobs(num_new)))
 
-    def finish(self, reason: FinishReason, *, num_new: int, cached_tokens: int, num_preemptions: int) -> None:
+    def finish(
+        self,
+        reason: FinishReason,
+        *,
+        num_new: int,
+        cached_tokens: int,
+        num_preemptions: int,
+        rounds: RoundCounts = NO_ROUNDS,
+    ) -> None:
         """Send the end: text held back until now, and the whole output."""
         text = self._scanner.text if self._cut is None else self._scanner.text[: self._cut]
         timings = Timings(self._scheduled, self._first_token, time.perf_counter() - self._submitted)
@@ -184,6 +193,7 @@ class Request:
             logprobs=self._logprobs,
             prompt_logprobs=self._prompt_logprobs,
             num_preemptions=num_preemptions,
+            rounds=rounds,
             timings=timings,
         )
         self._sink(

@@ -44,7 +44,7 @@ class DecodeLoop {
     for (std::uint64_t i = 0; i < kRows; ++i) {
       scheduler_.submit({.prompt = make_prompt(20, i), .max_tokens = 100000});
     }
-    while (scheduler_.stats().num_accepted_tokens < 10 * kRows) {
+    while (scheduler_.stats().num_accepted_tokens() < 10 * kRows) {
       step();
     }
     num_tokens_.assign(kRows, 1 + kDrafts);

@@ -98,8 +98,8 @@ TEST(Budget, ASkippedRowVerifiesTheDraftsItHad) {
   harness.submit(make_prompt(3), 30);
   harness.submit(make_prompt(3, 1), 30);
   harness.run();
-  EXPECT_EQ(harness.scheduler().stats().num_drafted_tokens, 3 * harness.scheduler().stats().num_rounds);
-  EXPECT_GT(harness.scheduler().stats().num_rounds, 15);
+  EXPECT_EQ(harness.scheduler().stats().num_drafted_tokens(), 3 * harness.scheduler().stats().num_rounds());
+  EXPECT_GT(harness.scheduler().stats().num_rounds(), 15);
 }
 
 TEST(Budget, APageOfItGoesToTheOldestPromptAtLeastEveryEightSteps) {

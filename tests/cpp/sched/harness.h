@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "sched/fake_engine.h"
@@ -12,7 +14,7 @@
 
 // The engine's loop around a scheduler and a fake device, checking after each event what must always hold: the plan's
 // form, every cache entry read, the ledger, who may reuse a slot or a seat, exactly one terminal event, and each
-// emitted token against the request run alone.
+// emitted token against the request run alone, and the counts of rounds against its own.
 namespace tandem::sched::testing {
 
 struct PlanCopy {
@@ -71,6 +73,7 @@ struct RequestRecord {
   RequestOptions options;
   std::vector<TokenId> output;
   std::optional<Terminal> terminal;
+  Rounds rounds;
 };
 
 class Harness {
@@ -96,7 +99,7 @@ class Harness {
     const SeqId id = scheduler_.submit(std::move(spec));
     engine_.add(id, prompt, options.salt);
     const auto limit = static_cast<std::int32_t>(prompt.size()) + max_tokens;
-    requests_[id.value()] = {std::move(prompt), std::min(limit, max_model_len_), options, {}, {}};
+    requests_[id.value()] = {std::move(prompt), std::min(limit, max_model_len_), options, {}, {}, {}};
     return id;
   }
 
@@ -111,6 +114,9 @@ class Harness {
     PlanCopy copy(*plan);
     check_reuse(*plan);
     for (std::size_t row = 0; row < copy.seq_id.size(); ++row) {
+      if (copy.fresh[row] != 0) {
+        began_with_hit_[{copy.seq_id[row], copy.epoch[row]}] = copy.write_from[row] > 0;
+      }
       require(!requests_.at(copy.seq_id[row]).terminal.has_value(), "an ended request is planned");
       require(std::ranges::count(copy.seq_id, copy.seq_id[row]) == 1, "a sequence has two rows in one step");
       require(
@@ -215,6 +221,8 @@ class Harness {
     scheduler_.check();
     const kv::Ledger ledger = scheduler_.ledger();
     require(ledger.free + ledger.cached + ledger.held + ledger.leased == ledger.total, "the ledger does not add up");
+    const Stats stats = scheduler_.stats();
+    require(stats.cold_rounds == cold_rounds_ && stats.prefix_hit_rounds == hit_rounds_, "rounds are counted wrongly");
     std::set<std::int32_t> used;
     for (const InFlight& step : in_flight_) {
       used.insert(step.result.slots.begin(), step.result.slots.end());
@@ -287,7 +295,15 @@ class Harness {
       return;
     }
     require(!record.terminal.has_value(), "a token after the terminal event");
-    require(step.copy.row_of(SeqId{events.seq_id[i]}).has_value(), "an event for a sequence without a row");
+    const std::optional<std::size_t> row = step.copy.row_of(SeqId{events.seq_id[i]});
+    require(row.has_value(), "an event for a sequence without a row");
+    if (const std::int32_t num_drafts = step.copy.num_drafts[*row]; num_drafts > 0) {
+      const auto accepted = static_cast<std::int32_t>(step.result.tokens[i].size()) - 1;
+      const std::int32_t kept = std::min(accepted, events.num_tokens[i]);
+      const bool hit = began_with_hit_.at({step.copy.seq_id[*row], step.copy.epoch[*row]});
+      (hit ? hit_rounds_ : cold_rounds_).count(num_drafts, kept);
+      record.rounds.count(num_drafts, kept);
+    }
     for (const TokenId token : tokens.first(static_cast<std::size_t>(events.num_tokens[i]))) {
       const auto index = static_cast<std::int64_t>(record.prompt.size() + record.output.size());
       require(index < record.max_length, "a token beyond the limit");
@@ -312,6 +328,11 @@ class Harness {
     require(terminal.num_prompt_tokens == static_cast<std::int32_t>(record.prompt.size()) &&
                 terminal.num_generated_tokens == static_cast<std::int32_t>(record.output.size()),
             "a terminal event counts wrongly");
+    const auto sum = [](const auto& counts) { return std::reduce(counts.begin(), counts.end()); };
+    require(terminal.num_rounds == record.rounds.num_rounds &&
+                terminal.num_drafted_tokens == sum(record.rounds.num_drafted) &&
+                terminal.num_accepted_tokens == sum(record.rounds.num_accepted),
+            "a terminal event counts rounds wrongly");
     record.terminal = terminal;
   }
 
@@ -344,6 +365,9 @@ class Harness {
   std::deque<InFlight> in_flight_;
   std::optional<PlanCopy> last_plan_;
   const StepEvents* last_events_ = nullptr;
+  std::map<std::pair<std::int64_t, std::int32_t>, bool> began_with_hit_;  // by request and epoch
+  Rounds cold_rounds_;
+  Rounds hit_rounds_;
 };
 
 }  // namespace tandem::sched::testing

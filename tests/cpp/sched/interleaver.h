@@ -18,6 +18,7 @@ struct InterleaverTotals {
   std::int64_t num_dropped_rows = 0;
   std::int64_t num_cached_tokens = 0;
   std::int64_t num_accepted_tokens = 0;
+  std::int64_t num_prefix_hit_rounds = 0;
   std::int64_t num_failed_steps = 0;
 };
 
@@ -46,7 +47,8 @@ class Interleaver {
     totals.num_preemptions += stats.num_preemptions;
     totals.num_dropped_rows += stats.num_dropped_rows;
     totals.num_cached_tokens += stats.num_cached_tokens;
-    totals.num_accepted_tokens += stats.num_accepted_tokens;
+    totals.num_accepted_tokens += stats.num_accepted_tokens();
+    totals.num_prefix_hit_rounds += stats.prefix_hit_rounds.num_rounds;
     totals.num_failed_steps += stats.num_failed_steps;
   }
 

@@ -17,6 +17,7 @@ TEST(Interleaver, AnyOrderOfEventsKeepsTextsLedgerAndEnds) {
   EXPECT_GT(totals.num_dropped_rows, 500);
   EXPECT_GT(totals.num_cached_tokens, 5000);
   EXPECT_GT(totals.num_accepted_tokens, 5000);
+  EXPECT_GT(totals.num_prefix_hit_rounds, 500);
   EXPECT_GT(totals.num_failed_steps, 100);
 }
 

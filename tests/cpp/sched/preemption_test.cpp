@@ -64,8 +64,8 @@ TEST(Preemption, KeepsItsPlaceInTheOrder) {
   EXPECT_EQ(preemptions(harness, second), 1);
 }
 
-TEST(Preemption, ComesBackAsAHitOfItsFullPages) {
-  Harness harness(tight(8));
+TEST(Preemption, ComesBackAsAHitOfItsFullPagesAndItsRoundsCountAsThoseOfHitsFromThen) {
+  Harness harness(with_drafts(1, tight(8)));
   const SeqId first = harness.submit(make_prompt(9), 4);
   const SeqId second = harness.submit(make_prompt(9, 1), 14);
   const SeqId urgent = harness.submit(make_prompt(4, 2), 12, {.priority = -1});
@@ -75,6 +75,7 @@ TEST(Preemption, ComesBackAsAHitOfItsFullPages) {
     const PlanCopy& plan = harness.last_plan();
     if (const auto row = plan.row_of(second); row && plan.epoch[*row] > 0 && plan.fresh[*row] != 0) {
       resumed_at = plan.write_from[*row];
+      EXPECT_EQ(harness.scheduler().stats().prefix_hit_rounds, Rounds{});
     }
   }
   harness.check_idle();
@@ -82,6 +83,8 @@ TEST(Preemption, ComesBackAsAHitOfItsFullPages) {
   EXPECT_GE(preemptions(harness, second), 1);
   EXPECT_GE(resumed_at, 4);
   EXPECT_EQ(harness.request(second).terminal->num_cached_tokens, 0);  // of its prompt, when it first came
+  EXPECT_GT(harness.scheduler().stats().prefix_hit_rounds.num_rounds, 0);
+  EXPECT_GT(harness.scheduler().stats().cold_rounds.num_rounds, 0);
 }
 
 // The pages that steps in flight alone still hold come back with them: nobody is preempted for those.

@@ -94,7 +94,7 @@ TEST_F(ResultTest, AnEndInsideARoundKeepsTheDraftsUpToIt) {
   EXPECT_THAT(events.num_drafts, ElementsAre(2, 2));
   ASSERT_EQ(events.terminals.size(), 2u);
   EXPECT_EQ(events.terminals[1].num_generated_tokens, 3);
-  EXPECT_EQ(scheduler_.stats().num_accepted_tokens, 3);
+  EXPECT_EQ(scheduler_.stats().num_accepted_tokens(), 3);
   EXPECT_EQ(scheduler_.num_unfinished(), 0);
 }
 
@@ -105,6 +105,10 @@ TEST_F(ResultTest, ARowThatTheEngineGivesUpEndsAloneAndWithoutATokenIfNeedBe) {
   EXPECT_EQ(events.terminals[0].seq_id, SeqId{0});
   EXPECT_EQ(events.terminals[0].reason, FinishReason::Error);
   EXPECT_EQ(scheduler_.num_unfinished(), 1);
+  // Its drafts were verified against nothing, so only the other row's count.
+  EXPECT_EQ(events.terminals[0].num_rounds, 0);
+  EXPECT_EQ(scheduler_.stats().num_rounds(), 1);
+  EXPECT_EQ(scheduler_.stats().num_drafted_tokens(), 2);
 }
 
 TEST_F(ResultTest, PlanIsRefusedBeyondTheStepsThatMayBeInFlight) {
@@ -121,7 +125,7 @@ TEST(Epochs, AResultAfterAnAbortIsIgnoredWhole) {
     harness.step();
   }
   const std::int64_t generated = harness.scheduler().stats().num_generated_tokens;
-  const std::int64_t accepted = harness.scheduler().stats().num_accepted_tokens;
+  const std::int64_t accepted = harness.scheduler().stats().num_accepted_tokens();
   const std::int64_t cached = harness.scheduler().ledger().cached;
   ASSERT_TRUE(harness.num_in_flight() > 0);
   ASSERT_TRUE(harness.abort(aborted));
@@ -130,8 +134,8 @@ TEST(Epochs, AResultAfterAnAbortIsIgnoredWhole) {
   EXPECT_THAT(harness.last_events().valid, ElementsAre(0, 1));
   EXPECT_THAT(harness.last_events().terminals, IsEmpty());
   EXPECT_EQ(harness.scheduler().stats().num_generated_tokens, generated + 4);
-  EXPECT_EQ(harness.scheduler().stats().num_accepted_tokens, accepted + 3);
-  EXPECT_EQ(harness.scheduler().stats().num_rounds * 3, harness.scheduler().stats().num_drafted_tokens);
+  EXPECT_EQ(harness.scheduler().stats().num_accepted_tokens(), accepted + 3);
+  EXPECT_EQ(harness.scheduler().stats().num_rounds() * 3, harness.scheduler().stats().num_drafted_tokens());
   EXPECT_GE(harness.scheduler().ledger().cached, cached);
   harness.run();
   EXPECT_EQ(harness.request(other).output.size(), 40u);

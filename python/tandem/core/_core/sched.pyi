@@ -157,9 +157,34 @@ class Terminal:
     @property
     def num_preemptions(self) -> int: ...
 
+    @property
+    def num_rounds(self) -> int: ...
+
+    @property
+    def num_drafted_tokens(self) -> int: ...
+
+    @property
+    def num_accepted_tokens(self) -> int: ...
+
     def __eq__(self, arg: Terminal, /) -> bool: ...
 
     def __repr__(self) -> str: ...
+
+class Rounds:
+    """
+    What became of drafts, cumulative. A round is a decode row that verified drafts and whose result counted. Of a round that ends its request, all drafts count as drafted, and as accepted those up to and including the token that ends it.
+    """
+
+    @property
+    def num_rounds(self) -> int: ...
+
+    @property
+    def num_drafted(self) -> list[int]:
+        """By place in the round, the first draft at 0; 7 places."""
+
+    @property
+    def num_accepted(self) -> list[int]:
+        """By place in the round, likewise."""
 
 class Stats:
     """
@@ -227,8 +252,18 @@ class Stats:
     def num_generated_tokens(self) -> int: ...
 
     @property
+    def cold_rounds(self) -> Rounds:
+        """Of sequences that began with nothing cached."""
+
+    @property
+    def prefix_hit_rounds(self) -> Rounds:
+        """
+        Of sequences that began with pages of the prefix tree, after a preemption their own ones included.
+        """
+
+    @property
     def num_rounds(self) -> int:
-        """Decode rows that verified drafts and counted."""
+        """On all routes, as the two below."""
 
     @property
     def num_drafted_tokens(self) -> int: ...

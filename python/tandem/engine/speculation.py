@@ -39,6 +39,13 @@ class RoundCounts:
         """The mean acceptance length: accepted drafts of a round, and one, averaged over the rounds."""
         return 1 + self.num_accepted / self.num_rounds if self.num_rounds > 0 else None
 
+    def __add__(self, other: RoundCounts) -> RoundCounts:
+        return RoundCounts(
+            self.num_rounds + other.num_rounds,
+            self.num_drafted + other.num_drafted,
+            self.num_accepted + other.num_accepted,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """JSON form: `rounds`, `drafted`, `accepted`, and where defined `rate` and `mean_length`."""
         counts = {"rounds": self.num_rounds, "drafted": self.num_drafted, "accepted": self.num_accepted}

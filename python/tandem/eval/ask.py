@@ -33,10 +33,7 @@ def ask(
     thinking_mode: ThinkingMode = "enabled",
     progress: bool = False,
 ) -> Report:
-    """Asks every question as a conversation of its own.
-
-    Questions that stand alone run together. Of those that share a text the first runs before the others, which then
-    find its pages in the prefix cache.
+    """Asks every question as a conversation of its own, and judges the answers.
 
     Args:
         llm: the model.
@@ -50,18 +47,41 @@ def ask(
         RequestFailedError: a request ended by an error of the engine, so that there is no answer to judge.
         tandem.engine.errors.InvalidPromptError: a question does not fit into the model's length.
     """
+    outputs = replies(llm, questions, max_tokens=max_tokens, thinking_mode=thinking_mode, progress=progress)
+    return judge(name, questions, outputs, thinking_mode)
+
+
+def replies(
+    llm: LLM,
+    questions: Sequence[Question],
+    *,
+    max_tokens: int,
+    thinking_mode: ThinkingMode,
+    preface: Sequence[Message] = (),
+    progress: bool = False,
+) -> list[RequestOutput]:
+    """The greedy replies, in the order of the questions; arguments as in `ask`, `preface` the turns before each one.
+
+    Questions that stand alone run together. Of those that share a text the first runs before the others, which then
+    find its pages in the prefix cache.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
 
-    def replies(some: Sequence[Question], show: bool = False) -> list[RequestOutput]:
-        turns: list[list[Message]] = [[{"role": "user", "content": question.question}] for question in some]
+    def run(some: Sequence[Question], show: bool = False) -> list[RequestOutput]:
+        turns: list[list[Message]] = [[*preface, {"role": "user", "content": question.question}] for question in some]
         return llm.chat(turns, params, progress=show, thinking_mode=thinking_mode) if turns else []
 
     groups = by_cluster(questions)
     if all(len(group) == 1 for group in groups):
-        outputs = replies(questions, progress)
-    else:
-        bar = tqdm.tqdm(groups, disable=not progress, unit="text", dynamic_ncols=True)
-        outputs = [output for group in bar for output in (*replies(group[:1]), *replies(group[1:]))]
+        return run(questions, progress)
+    bar = tqdm.tqdm(groups, disable=not progress, unit="text", dynamic_ncols=True)
+    return [output for group in bar for output in (*run(group[:1]), *run(group[1:]))]
+
+
+def judge(
+    name: str, questions: Sequence[Question], outputs: Sequence[RequestOutput], thinking_mode: ThinkingMode
+) -> Report:
+    """Compares the answers with the known ones. Raises `RequestFailedError` where there is none to judge."""
     outcomes = []
     for question, output in zip(questions, outputs, strict=True):
         if output.finish_reason == "error":

@@ -1,4 +1,4 @@
-"""`tandem eval`: accuracy on word problems, retrieval from long documents, or the same for the user's own questions."""
+"""`tandem eval`: accuracy, retrieval from long documents, and how many drafts are accepted."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.engine.command import add_drafter_option, drafter_of
 from tandem.eval.questions import Question, read_questions
 from tandem.eval.sources import InvalidCountError
 
 if TYPE_CHECKING:
     # Imported where a command runs, so that --help need not load torch.
     from tandem.engine.llm import LLM
+    from tandem.eval.acceptance import AcceptanceReport, Floors
 
 DEFAULT_QUESTIONS = 100
 DEFAULT_TOKENS = 4096
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `eval` with its two evaluations; each sets `run`: parsed arguments in, exit code out."""
+    """Adds `eval` with its evaluations; each sets `run`: parsed arguments in, exit code out."""
     evaluations = subparsers.add_parser("eval", help="ask questions with known answers").add_subparsers(
         dest="evaluation", required=True, metavar="EVALUATION"
     )
@@ -42,6 +44,47 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="debug: let block selection read other pages' index keys, everywhere or in one layer and group",
     )
     retrieval.set_defaults(run=run_retrieval)
+    acceptance = evaluations.add_parser(
+        "acceptance", help="how many of a drafter's tokens are accepted", description=run_acceptance.__doc__
+    )
+    _add_common(acceptance)
+    acceptance.add_argument(
+        "--task", choices=("word-problems", "retrieval"), default="word-problems", help="default %(default)s"
+    )
+    acceptance.add_argument(
+        "--length", type=int, default=DEFAULT_TOKENS, help="tokens of the retrieval prompts (default %(default)s)"
+    )
+    acceptance.add_argument("--draft-len", type=int, help="drafts of a round, 1 to 7 (default 3)")
+    acceptance.add_argument(
+        "--route",
+        choices=("cold", "prefix-hit"),
+        default="cold",
+        help="whether prompts begin with nothing cached, or with their pages (default %(default)s)",
+    )
+    acceptance.add_argument(
+        "--gate",
+        type=floors_of,
+        metavar="RATE,LENGTH",
+        help="exit with 1 unless the lower bounds of acceptance rate and mean acceptance length reach these",
+    )
+    acceptance.add_argument(
+        "--damage",
+        choices=("draft-kv",),
+        help="debug: let the drafter read its pages as a transfer would leave them that mixes heads with tokens",
+    )
+    acceptance.set_defaults(run=run_acceptance)
+
+
+def floors_of(text: str) -> tuple[float, float]:
+    """The rate and the length in ``"RATE,LENGTH"``."""
+    parts = text.split(",")
+    try:
+        rate, length = (float(part) for part in parts)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not RATE,LENGTH, such as 0.87,3.6") from None
+    if not (0 <= rate <= 1 and 1 <= length <= 8):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: a rate of 0 to 1 and a length of 1 to 8")
+    return rate, length
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +102,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         default="enabled",
         help="how the reply is opened (default %(default)s)",
     )
+    add_drafter_option(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -70,7 +114,7 @@ def run_accuracy(arguments: argparse.Namespace) -> int:
 
     own = _own_questions(arguments)
     questions = word_problems(_count(arguments)) if own is None else own
-    with LLM(arguments.model, dtype=arguments.dtype) as llm:
+    with LLM(arguments.model, drafter=drafter_of(arguments), dtype=arguments.dtype) as llm:
         return _report(llm, arguments, questions)
 
 
@@ -78,17 +122,70 @@ def run_retrieval(arguments: argparse.Namespace) -> int:
     """Asks for single notes of long generated documents, where only the right blocks hold the answer."""
     from tandem.engine.llm import LLM
     from tandem.eval.damage import IndexKeyDamage
-    from tandem.eval.retrieval_data import WordCounter
-    from tandem.eval.sources import lookups
 
     own = _own_questions(arguments)
     damage = None if arguments.damage is None else IndexKeyDamage.parse(arguments.damage)
     wrap = None if damage is None else damage.wrap
-    with LLM(arguments.model, dtype=arguments.dtype, wrap_attention=wrap) as llm:
-        if own is None:
-            counter = WordCounter(lambda text: len(llm.tokenizer.encode(text)))
-            own = lookups(_count(arguments), arguments.tokens, counter)
-        return _report(llm, arguments, own, damage=arguments.damage)
+    drafter = drafter_of(arguments)
+    with LLM(arguments.model, drafter=drafter, dtype=arguments.dtype, wrap_attention=wrap) as llm:
+        questions = _lookups(llm, _count(arguments), arguments.tokens) if own is None else own
+        return _report(llm, arguments, questions, damage=arguments.damage)
+
+
+def run_acceptance(arguments: argparse.Namespace) -> int:
+    """Counts the accepted drafts while held-out questions are answered greedily; 95 % intervals are by prompt."""
+    from tandem.engine.llm import LLM
+    from tandem.eval.acceptance import WORKED_EXAMPLE, Floors, measure
+    from tandem.eval.damage import DraftKvDamage
+    from tandem.eval.sources import word_problems
+
+    own = _own_questions(arguments)
+    with LLM(
+        arguments.model,
+        drafter=drafter_of(arguments),
+        draft_len=arguments.draft_len,
+        dtype=arguments.dtype,
+        enable_prefix_cache=arguments.route == "prefix-hit",
+        wrap_attention=None if arguments.damage is None else DraftKvDamage.wrap,
+    ) as llm:
+        if own is not None:
+            questions = own
+        elif arguments.task == "retrieval":
+            questions = _lookups(llm, _count(arguments), arguments.length)
+        else:
+            questions = word_problems(_count(arguments))
+        report = measure(
+            llm,
+            "acceptance",
+            questions,
+            route=arguments.route,
+            max_tokens=arguments.max_tokens,
+            thinking_mode=arguments.thinking,
+            preface=WORKED_EXAMPLE if own is None and arguments.task == "word-problems" else (),
+            progress=sys.stderr.isatty(),
+        )
+    return _gate(arguments, report, None if arguments.gate is None else Floors(*arguments.gate))
+
+
+def _gate(arguments: argparse.Namespace, report: AcceptanceReport, floors: Floors | None) -> int:
+    passed = floors is None or report.passes(floors)
+    if arguments.json:
+        gate = {} if floors is None else {"gate": {"rate": floors.rate, "length": floors.length, "passed": passed}}
+        damage = {} if arguments.damage is None else {"damage": arguments.damage}
+        print(json.dumps(report.to_dict() | gate | damage))
+    else:
+        print(report if arguments.damage is None else f"damaged {arguments.damage}\n{report}")
+        if floors is not None:
+            outcome = "passed" if passed else "failed"
+            print(f"  gate {outcome}: lower bounds of at least {floors.rate} and {floors.length} are asked for")
+    return 0 if passed else 1
+
+
+def _lookups(llm: LLM, count: int, num_tokens: int) -> list[Question]:
+    from tandem.eval.retrieval_data import WordCounter
+    from tandem.eval.sources import lookups
+
+    return lookups(count, num_tokens, WordCounter(lambda text: len(llm.tokenizer.encode(text))))
 
 
 def _count(arguments: argparse.Namespace) -> int:
@@ -118,7 +215,8 @@ def _report(llm: LLM, arguments: argparse.Namespace, questions: list[Question], 
         progress=sys.stderr.isatty(),
     )
     if arguments.json:
-        print(json.dumps(report.to_dict() | ({} if damage is None else {"damage": damage})))
+        found = report.to_dict() | {"speculation": llm.stats().speculation.to_dict()}
+        print(json.dumps(found | ({} if damage is None else {"damage": damage})))
     else:
         print(report if damage is None else f"damaged {damage}\n{report}")
     return 0

@@ -203,4 +203,4 @@ class MisreadDraftBackend(AttentionBackend):
         for read, write in ((source.k, target.k), (source.v, target.v)):
             # A view in whole pages has one sub-page; [pages, heads * tokens, dim].
             found = tile_tensor(self.pool, read, num_slots)[slots, 0, head, token].masked_fill_(dead[..., None], 0)
-            tile_tensor(self._copy.pool, write, num_slots)[slots[:, 0], 0] = found.unflatten(1, (-1, page))
+            tile_tensor(self._copy.pool, write, num_slots)[slots[:, 0], 0] = found.view(len(slots), -1, page, read.dim)

@@ -50,7 +50,17 @@ def bootstrap_share(clusters: Sequence[Sequence[bool]], *, resamples: int = 2000
     """
     if not clusters or not all(clusters):
         raise ValueError("a bootstrap needs at least one cluster, and outcomes in each")
-    counts = [(sum(cluster), len(cluster)) for cluster in clusters]
+    return bootstrap_counts([(sum(cluster), len(cluster)) for cluster in clusters], resamples=resamples, seed=seed)
+
+
+def bootstrap_counts(counts: Sequence[tuple[int, int]], *, resamples: int = 2000, seed: int = 0) -> Interval:
+    """As `bootstrap_share`, of clusters that are given as (successes, trials).
+
+    Raises:
+        ValueError: a cluster has no trials, or there are no clusters.
+    """
+    if not counts or not all(trials > 0 for _, trials in counts):
+        raise ValueError("a bootstrap needs at least one cluster, and trials in each")
     right, total = sum(c[0] for c in counts), sum(c[1] for c in counts)
     if right in (0, total):
         return wilson(len(counts) if right else 0, len(counts))

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from tandem.eval.stats import Interval, bootstrap_share, share_interval, wilson
+from tandem.eval.stats import Interval, bootstrap_counts, bootstrap_share, share_interval, wilson
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,12 @@ def test_one_cluster_of_mixed_outcomes_says_nothing_about_others():
 def test_the_bootstrap_refuses_empty_clusters(clusters):
     with pytest.raises(ValueError, match="at least one cluster"):
         bootstrap_share(clusters)
+
+
+def test_counts_are_resampled_as_the_outcomes_they_stand_for():
+    clusters = [[True, False, True], [False, False], [True, True, True, True], [True, False]]
+    counts = [(sum(cluster), len(cluster)) for cluster in clusters]
+    assert bootstrap_counts(counts, seed=3) == bootstrap_share(clusters, seed=3)
+    for bad in ([], [(1, 2), (0, 0)]):
+        with pytest.raises(ValueError, match="at least one cluster"):
+            bootstrap_counts(bad)

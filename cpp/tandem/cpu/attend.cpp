@@ -85,6 +85,7 @@ class KeyCursor {
 
   [[nodiscard]] bool done() const { return range_.begin == range_.end; }
   [[nodiscard]] std::int64_t span() const { return range_.begin / kSpan; }
+  [[nodiscard]] std::int64_t next() const { return range_.begin; }
 
   // Takes the ranges within the current span; returns how many.
   int take(Range* ranges) {
@@ -158,7 +159,9 @@ class TileAttention {
   static constexpr std::int64_t kMaxTokens = 16;
   static constexpr std::int64_t kRows = 32;  // aimed at
 
-  void run() {
+  // `after`: the keys that this thread reads next, a hint.
+  void run(const std::byte* after) {
+    after_ = after;
     for (;;) {
       std::int64_t span = -1;
       for (std::int64_t token = 0; token < tile_.count; ++token) {
@@ -188,6 +191,8 @@ class TileAttention {
       KeyCursor& cursor = cursors_[token];
       counts[token] = !cursor.done() && cursor.span() == span ? cursor.take(ranges[token]) : 0;
     }
+    const KeyCursor& last = cursors_[tile_.count - 1];
+    next_keys_ = last.done() ? after_ : args_.pool.data + key_runs_.at(last.next(), 1).offset;
     for (std::int64_t token = 0; token < tile_.count;) {
       std::int64_t next = token + 1;
       if (counts[token] == 1) {
@@ -236,7 +241,8 @@ class TileAttention {
     const QueryRows queries = {queries_ + begin * group_ * padded_, padded_, (end - begin) * group_};
     while (range.begin < range.end) {
       const TokenRuns::Run run = key_runs_.at(range.begin, range.end - range.begin);
-      table_.dot(args_.keys.dtype, queries, {args_.pool.data + run.offset, args_.keys.token_stride, run.count},
+      const std::byte* values = args_.pool.data + value_runs_.at(range.begin, 1).offset;
+      table_.dot(args_.keys.dtype, queries, {args_.pool.data + run.offset, args_.keys.token_stride, run.count, values},
                  args_.keys.dim, scores_ + begin * group_ * kSpan + column, kSpan);
       range.begin += run.count;
       column += run.count;
@@ -253,7 +259,7 @@ class TileAttention {
   void add_values(std::int64_t begin, std::int64_t end, Range range, std::int64_t column) {
     while (range.begin < range.end) {
       const TokenRuns::Run run = value_runs_.at(range.begin, range.end - range.begin);
-      const CacheRun values = {args_.pool.data + run.offset, args_.values.token_stride, run.count};
+      CacheRun values = {args_.pool.data + run.offset, args_.values.token_stride, run.count, next_keys_};
       constexpr std::int64_t most = 4;
       const std::int64_t last = end * group_;
       for (std::int64_t row = begin * group_; row < last; row += most) {
@@ -265,6 +271,7 @@ class TileAttention {
           accumulators[r] = accumulators_ + (row + r) * padded_;
         }
         table_.accumulate(args_.values.dtype, probabilities, accumulators, rows, values, args_.values.dim);
+        values.ahead = nullptr;
       }
       range.begin += run.count;
       column += run.count;
@@ -281,12 +288,24 @@ class TileAttention {
   TokenRuns key_runs_;
   TokenRuns value_runs_;
   KeyCursor cursors_[kMaxTokens];
+  const std::byte* after_ = nullptr;
+  const std::byte* next_keys_ = nullptr;  // after the present span
   float* queries_ = nullptr;
   float* accumulators_ = nullptr;
   float* scores_ = nullptr;
   float* maxima_ = nullptr;
   float* sums_ = nullptr;
 };
+
+// Where the keys of an item begin, or null if there are none.
+const std::byte* first_keys(const AttendArgs& args, const std::vector<TokenTile>& tiles, std::int64_t item) {
+  const TokenTile& tile = tiles[static_cast<std::size_t>(item / args.keys.heads)];
+  const std::int64_t head = item % args.keys.heads;
+  const KeyCursor cursor(args, tile.first, head);
+  if (cursor.done()) return nullptr;
+  const TokenRuns runs(args.keys, args.table.row(args.places.seat[tile.first]), head);
+  return args.pool.data + runs.at(cursor.next(), 1).offset;
+}
 
 }  // namespace
 
@@ -313,10 +332,12 @@ void attend(const AttendArgs& args) {
   const std::vector<TokenTile> tiles = token_tiles(args.places, most);
   // The longest tiles are the last of a sequence: from the back, so that no thread is left with one at the end.
   const std::int64_t items = static_cast<std::int64_t>(tiles.size()) * args.keys.heads;
+  const std::int64_t threads = ThreadPool::shared().num_threads();
   ThreadPool::shared().run(items, work_of(args), [&](std::int64_t item) {
     const std::int64_t from_back = items - 1 - item;
     const TokenTile& tile = tiles[static_cast<std::size_t>(from_back / args.keys.heads)];
-    TileAttention(args, table, tile, from_back % args.keys.heads).run();
+    TileAttention(args, table, tile, from_back % args.keys.heads)
+        .run(item + threads < items ? first_keys(args, tiles, from_back - threads) : nullptr);
   });
 }
 

@@ -2,14 +2,18 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <array>
+#include <mutex>
 #include <new>
+#include <utility>
 
 namespace tandem::cpu {
 
 namespace {
 constexpr std::int64_t kHugePage = std::int64_t{2} << 20;
 constexpr std::int64_t kCacheLine = 64;
+constexpr std::int64_t kWeightBlock = 8 * kHugePage;  // untouched memory of it costs nothing
 }  // namespace
 
 AlignedBuffer::AlignedBuffer(std::int64_t num_bytes) : num_bytes_(num_bytes) {
@@ -23,6 +27,26 @@ AlignedBuffer::AlignedBuffer(std::int64_t num_bytes) : num_bytes_(num_bytes) {
 }
 
 void AlignedBuffer::Free::operator()(std::byte* data) const { std::free(data); }
+
+WeightBuffer::WeightBuffer(std::int64_t num_bytes) : num_bytes_(num_bytes) {
+  struct Block {
+    explicit Block(std::int64_t size) : memory(size) {}
+    AlignedBuffer memory;
+    std::int64_t used = 0;
+  };
+  static std::mutex mutex;
+  static std::weak_ptr<Block> open;  // the newest block, while a weight in it lives
+  const std::lock_guard lock(mutex);
+  std::shared_ptr<Block> block = open.lock();
+  const std::int64_t rounded = (num_bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+  if (block == nullptr || block->used + rounded > block->memory.num_bytes()) {
+    block = std::make_shared<Block>(std::max(rounded, kWeightBlock));
+    open = block;
+  }
+  std::byte* data = block->memory.data() + block->used;
+  block->used += rounded;
+  data_ = std::shared_ptr<std::byte>(std::move(block), data);
+}
 
 float* scratch_floats(Scratch purpose, std::int64_t count) {
   thread_local std::array<AlignedBuffer, static_cast<std::size_t>(Scratch::Count)> buffers;

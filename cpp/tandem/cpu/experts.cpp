@@ -141,7 +141,9 @@ class Mixture {
     ThreadPool::shared().run(static_cast<std::int64_t>(items.size()), work_, [&](std::int64_t index) {
       const Item& item = items[static_cast<std::size_t>(index)];
       const Group& group = *item.group;
+      const Item& next = items[std::min(static_cast<std::size_t>(index) + 1, items.size() - 1)];
       multiply(table_, group.mlp.gate_up, item.first, item.count, group.inputs, inputs_ + group.input_offset,
+               next.group->mlp.gate_up.panel(next.first),
                [&](std::int64_t row, int rows, std::int64_t panel, std::int64_t panels, const float* products) {
                  store_hidden(group, row, rows, panel, panels, products);
                });
@@ -190,7 +192,10 @@ class Mixture {
       const std::int64_t stride = count * kPanelColumns;
       float* products = scratch_floats(Scratch::Products, (num_pairs_ + 1) * stride);
       for (const Group& group : groups_) {
+        const bool last = &group == &groups_.back();
+        const PackedLinear& next = last ? groups_.front().mlp.down : (&group + 1)->mlp.down;
         multiply(table_, group.mlp.down, first, count, group.hidden, hidden_ + group.hidden_offset,
+                 next.panel(last ? first + count : first),
                  [&](std::int64_t row, int rows, std::int64_t panel, std::int64_t panels, const float* piece) {
                    const std::int64_t columns = panels * kPanelColumns;
                    for (int r = 0; r < rows; ++r) {

@@ -22,6 +22,8 @@ struct LinearTile {
   std::int64_t k = 0;        // even: an odd k is padded with zero weights and zero inputs
   const float* x = nullptr;  // [k][rows]
   float* out = nullptr;      // [rows][num_panels * 32]
+  // Panels of the same size that are read next, fetched into the cache meanwhile; any address will do, null: nothing.
+  const void* ahead = nullptr;
 };
 
 // Query rows in the element order of the cache type, see `prepare_query`.
@@ -36,6 +38,8 @@ struct CacheRun {
   const void* data = nullptr;
   std::int64_t stride = 0;
   std::int64_t count = 0;
+  // Where a run of the same shape is read next, fetched into the cache meanwhile; any address will do, null: nothing.
+  const void* ahead = nullptr;
 };
 
 // One instruction set's kernels. Every output element has one fixed chain of fp32 operations, whatever the tile.

@@ -63,7 +63,7 @@ PackedLinear::PackedLinear(const ConstMatrix& weight, PanelOrder order)
     if (weight.rows % 2 != 0) throw InvalidArgument("gate_up weight " + shape(weight) + ": rows must be even");
     num_panels_ = (weight.rows / 2 + kPanelColumns / 2 - 1) / (kPanelColumns / 2);
   }
-  panels_ = AlignedBuffer(num_panels_ * panel_bytes_);
+  panels_ = WeightBuffer(num_panels_ * panel_bytes_);
   ThreadPool::shared().run(num_panels_, weight.rows * weight.cols, [&](std::int64_t index) {
     std::byte* out = panels_.data() + index * panel_bytes_;
     if (dtype_ == DType::F32) {
@@ -119,7 +119,7 @@ void linear(const PackedLinear& weight, const ConstMatrix& x, const Matrix& out)
   pool.run(items, x.rows * x.cols * weight.out_features(), [&](std::int64_t item) {
     const std::int64_t first = item * per_item;
     const std::int64_t count = std::min(per_item, weight.num_panels() - first);
-    multiply(table, weight, first, count, inputs, packed,
+    multiply(table, weight, first, count, inputs, packed, weight.panel(first + count),
              [&](std::int64_t row, int rows, std::int64_t panel, std::int64_t panels, const float* products) {
                const std::int64_t column = panel * kPanelColumns;
                const std::int64_t columns = std::min(panels * kPanelColumns, out.cols - column);

@@ -36,7 +36,7 @@ class PackedLinear {
   std::int64_t padded_k_;
   std::int64_t num_panels_;
   std::int64_t panel_bytes_;
-  AlignedBuffer panels_;
+  WeightBuffer panels_;
 };
 
 // out [T, N] = x [T, K] @ weight^T. Each element is one chain of fp32 multiply-adds over ascending k, rounded once to
@@ -63,10 +63,11 @@ class InputTiles {
 };
 
 // Multiplies panels [first, first + count) of `weight` with every tile of `inputs` (at `x`), and calls
-// sink(first row, rows, first panel, panels, products [rows][panels * 32]) for each piece.
+// sink(first row, rows, first panel, panels, products [rows][panels * 32]) for each piece. `ahead` is where the next
+// weight is read afterwards, a hint.
 template <class Sink>
 void multiply(const KernelTable& table, const PackedLinear& weight, std::int64_t first, std::int64_t count,
-              const InputTiles& inputs, const float* x, const Sink& sink) {
+              const InputTiles& inputs, const float* x, const void* ahead, const Sink& sink) {
   constexpr std::int64_t kTileFloats = 64 * kPanelColumns;
   float* products = scratch_floats(Scratch::Tile, kTileFloats);
   const std::int64_t most = inputs.max_panels();
@@ -82,7 +83,10 @@ void multiply(const KernelTable& table, const PackedLinear& weight, std::int64_t
                                          .rows = rows,
                                          .k = weight.padded_k(),
                                          .x = x + inputs.offset(tile),
-                                         .out = products});
+                                         .out = products,
+                                         .ahead = tile > 0             ? nullptr
+                                                  : group + 1 < groups ? weight.panel(begin + panels)
+                                                                       : ahead});
       sink(inputs.first_row(tile), rows, begin, panels, static_cast<const float*>(products));
     }
   }

@@ -160,9 +160,12 @@ class Selection {
       std::fill(maxima, maxima + rows, -std::numeric_limits<float>::infinity());
       for (std::int64_t key = 0; key < keys;) {
         const TokenRuns::Run run = runs.at(first_key + key, keys - key);
-        table_.dot_max(args_.keys.dtype, {scratch + token * heads * padded_, padded_, rows},
-                       {args_.pool.data + run.offset, args_.keys.token_stride, run.count}, args_.keys.dim, maxima);
         key += run.count;
+        const std::int64_t after = first_key + key;
+        const std::byte* ahead = after < tile.longest ? args_.pool.data + runs.at(after, 1).offset : nullptr;
+        table_.dot_max(args_.keys.dtype, {scratch + token * heads * padded_, padded_, rows},
+                       {args_.pool.data + run.offset, args_.keys.token_stride, run.count, ahead}, args_.keys.dim,
+                       maxima);
       }
       for (std::int64_t row = 0; row < rows; ++row) scores[(token * heads + row) * blocks] = maxima[row];
       token = next;

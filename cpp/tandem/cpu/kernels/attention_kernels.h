@@ -70,6 +70,14 @@ template <class S, class T, int R, bool Whole>
   return S::reduce_tile(sum);
 }
 
+// Fetches the vector of `run.ahead` that corresponds to vector `index`.
+template <class T>
+void fetch_vector(const CacheRun& run, std::int64_t index, std::int64_t dim) {
+  const auto vector = reinterpret_cast<std::uintptr_t>(run.ahead) + static_cast<std::uintptr_t>(index * run.stride);
+  const auto num_bytes = static_cast<std::uintptr_t>(dim) * sizeof(T);
+  for (std::uintptr_t line = 0; line < num_bytes; line += kCacheLine) fetch_ahead(vector + line);
+}
+
 // Calls sink(row, key, valid keys, products) for tiles of R rows. Key places past the run repeat its last key, so
 // nothing else is read.
 template <class S, class T, int R, bool Whole, class Sink>
@@ -80,6 +88,9 @@ void dot_rows(const QueryRows& queries, std::int64_t row, const CacheRun& keys, 
   for (std::int64_t key = 0; key < keys.count; key += K) {
     const T* at[K];
     const std::int64_t valid = keys.count - key < K ? keys.count - key : K;
+    if (row == 0 && keys.ahead != nullptr) {
+      for (std::int64_t j = 0; j < valid; ++j) fetch_vector<T>(keys, key + j, dim);
+    }
 #pragma GCC unroll 16
     for (int j = 0; j < K; ++j) {
       const std::int64_t index = key + (j < valid ? j : valid - 1);
@@ -217,7 +228,7 @@ void scale_row(float* row, std::int64_t n, float factor) {
 // R rows times G groups of 2 * width elements from element `at`; each sum is a chain over ascending keys.
 template <class S, class T, int R, int G>
 void accumulate_tile(const float* const* probabilities, float* const* accumulators, const CacheRun& values,
-                     std::int64_t at) {
+                     std::int64_t at, std::int64_t dim) {
   using F = typename S::F;
   F sum[R][2 * G];
   for (int r = 0; r < R; ++r) {
@@ -225,6 +236,7 @@ void accumulate_tile(const float* const* probabilities, float* const* accumulato
   }
   const char* value = static_cast<const char*>(values.data) + at * static_cast<std::int64_t>(sizeof(T));
   for (std::int64_t key = 0; key < values.count; ++key, value += values.stride) {
+    if (at == 0 && values.ahead != nullptr) fetch_vector<T>(values, key, dim);
     const T* elements = reinterpret_cast<const T*>(value);
     typename S::Pair pair[G];
     for (int g = 0; g < G; ++g) pair[g] = S::load_pair(elements + g * 2 * S::width);
@@ -263,8 +275,9 @@ void accumulate_rows(const float* const* probabilities, float* const* accumulato
   constexpr std::int64_t group = 2 * S::width;
   constexpr int G = R == 4 ? 2 : R == 2 && S::width < 16 ? 2 : 4;
   std::int64_t at = 0;
-  for (; at + G * group <= dim; at += G * group) accumulate_tile<S, T, R, G>(probabilities, accumulators, values, at);
-  for (; at + group <= dim; at += group) accumulate_tile<S, T, R, 1>(probabilities, accumulators, values, at);
+  for (; at + G * group <= dim; at += G * group)
+    accumulate_tile<S, T, R, G>(probabilities, accumulators, values, at, dim);
+  for (; at + group <= dim; at += group) accumulate_tile<S, T, R, 1>(probabilities, accumulators, values, at, dim);
   if (at == dim) return;
   for (int r = 0; r < R; ++r) accumulate_part<S, T>(probabilities[r], accumulators[r], values, at, dim - at);
 }

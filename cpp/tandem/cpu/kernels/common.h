@@ -8,6 +8,13 @@
 // here is a template over S, so that code compiled for one instruction set is never linked into another's kernels.
 namespace tandem::cpu::kernels {
 
+inline constexpr int kCacheLine = 64;
+// How far ahead a stream is fetched: enough for the latency of memory that others use too.
+inline constexpr std::int64_t kFetchAhead = 8192;
+
+// Brings the line at an address to the second cache level; no address can fault.
+inline void fetch_ahead(std::uintptr_t address) { __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 2); }
+
 template <int N>
 struct Int {
   static constexpr int value = N;

@@ -29,26 +29,38 @@ void multiply_panels(const LinearTile& tile) {
       for (int r = 0; r < R; ++r) sum[p][v][r] = S::zero();
     }
   }
-  const T* panel[P];
-  for (int p = 0; p < P; ++p) {
-    panel[p] = reinterpret_cast<const T*>(static_cast<const char*>(tile.panels) + p * tile.panel_bytes);
-  }
+  const char* panel[P];
+  for (int p = 0; p < P; ++p) panel[p] = static_cast<const char*>(tile.panels) + p * tile.panel_bytes;
+  constexpr std::int64_t step = 2 * kPanelColumns * static_cast<std::int64_t>(sizeof(T));  // bytes of two k in a panel
   const float* x = tile.x;
-  for (std::int64_t k = 0; k < tile.k; k += 2, x += 2 * R) {
-    const std::int64_t at = k * kPanelColumns;
-    for (int p = 0; p < P; ++p) {
-      typename S::Pair weights[V];
-      for (int v = 0; v < V; ++v) weights[v] = S::load_weights(panel[p] + at + v * S::width * words);
-      for (int r = 0; r < R; ++r) {
-        const F even = S::set1(x[r]);
-        for (int v = 0; v < V; ++v) sum[p][v][r] = S::fma(weights[v].lo, even, sum[p][v][r]);
-      }
-      for (int r = 0; r < R; ++r) {
-        const F odd = S::set1(x[R + r]);
-        for (int v = 0; v < V; ++v) sum[p][v][r] = S::fma(weights[v].hi, odd, sum[p][v][r]);
+  // `ahead`: where what corresponds to the first panel's begin lies.
+  const auto multiply = [&](std::int64_t begin, std::int64_t end, std::uintptr_t ahead) {
+    for (std::int64_t at = begin; at < end; at += step, x += 2 * R) {
+      for (int p = 0; p < P; ++p) {
+        const std::uintptr_t lines = ahead + static_cast<std::uintptr_t>(p * tile.panel_bytes + at);
+        for (int line = 0; line < step; line += kCacheLine) fetch_ahead(lines + static_cast<std::uintptr_t>(line));
+        typename S::Pair weights[V];
+        for (int v = 0; v < V; ++v) {
+          weights[v] = S::load_weights(reinterpret_cast<const T*>(panel[p] + at) + v * S::width * words);
+        }
+        for (int r = 0; r < R; ++r) {
+          const F even = S::set1(x[r]);
+          for (int v = 0; v < V; ++v) sum[p][v][r] = S::fma(weights[v].lo, even, sum[p][v][r]);
+        }
+        for (int r = 0; r < R; ++r) {
+          const F odd = S::set1(x[R + r]);
+          for (int v = 0; v < V; ++v) sum[p][v][r] = S::fma(weights[v].hi, odd, sum[p][v][r]);
+        }
       }
     }
-  }
+  };
+  // Each panel is a stream of its own, fetched `distance` bytes ahead: to its end, then into the panels read next.
+  const std::int64_t distance = tile.panel_bytes < kFetchAhead ? tile.panel_bytes : kFetchAhead / step * step;
+  const std::int64_t turn = tile.panel_bytes - distance;
+  const auto here = reinterpret_cast<std::uintptr_t>(tile.panels);
+  const auto next = tile.ahead == nullptr ? here : reinterpret_cast<std::uintptr_t>(tile.ahead);
+  multiply(0, turn, here + static_cast<std::uintptr_t>(distance));
+  multiply(turn, tile.panel_bytes, next - static_cast<std::uintptr_t>(turn));
   for (int r = 0; r < R; ++r) {
     for (int p = 0; p < P; ++p) {
       for (int v = 0; v < V; ++v) {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("core", "demo", "msa", "models", "engine", "eval")
+PACKAGES = ("core", "demo", "msa", "models", "engine", "eval", "serve")
 
 
 @pytest.fixture

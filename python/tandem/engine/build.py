@@ -67,6 +67,7 @@ class EngineOptions:
     num_threads: int | None = None
     backend: BackendName = "cpu"
     seed: int | None = None
+    overlap: bool = True
     poison_pool: bool = False
     wrap_attention: Callable[[AttentionBackend], AttentionBackend] | None = None
 
@@ -190,7 +191,7 @@ def _scheduler_config(limits: Limits, options: EngineOptions) -> sched.Scheduler
         max_model_len=limits.max_model_len,
         draft_len=limits.max_draft_len,
         has_drafter=options.drafter is not None,
-        overlap=False,
+        overlap=options.overlap,
         enable_prefix_cache=options.enable_prefix_cache,
     )
 

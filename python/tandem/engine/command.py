@@ -72,6 +72,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     engine.add_argument("--kv-cache-bytes", type=int, help="size of the page pool")
     engine.add_argument("--max-model-len", type=int, help="most tokens of a sequence")
     engine.add_argument("--num-threads", type=int, help="kernel threads")
+    engine.add_argument(
+        "--no-overlap", dest="overlap", action="store_false", help="plan a step only when the one before has ended"
+    )
     parser.set_defaults(run=run)
 
 
@@ -107,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         kv_cache_bytes=arguments.kv_cache_bytes,
         max_model_len=arguments.max_model_len,
         num_threads=arguments.num_threads,
+        overlap=arguments.overlap,
     ) as llm:
         load_seconds = time.perf_counter() - start
         if prompts is None:

@@ -1,8 +1,8 @@
 """The step loop: inbox, plan, derive, forward, sample, complete, emit.
 
-One thread drives an engine and is the only one to touch its scheduler and its tensors. Other threads leave requests and
-aborts in a locked inbox. A step in flight is launched before it is collected, and everything the next launch needs is
-on the device by then, so a step may be planned and launched while the one before it is still running.
+One thread drives an engine and is the only one to touch its scheduler. Other threads leave requests and aborts in a
+locked inbox. A step is launched before it is collected, and everything that the next step needs of it stays on the
+device, so the next one is planned and launched while it still runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tandem.engine.errors import EngineClosedError, InvalidPromptError, check_to
 from tandem.engine.outputs import FinishReason
 from tandem.engine.params import SamplingParams
 from tandem.engine.request import Request, Sink, Taken
-from tandem.engine.runner import ModelRunner, RowResult, StepInFlight, StepTimes
+from tandem.engine.runner import ModelRunner, RowResult, StepInFlight, StepOutcome, StepTimes
 from tandem.engine.sampling import SampleError
 from tandem.engine.speculation import RoundCounts, SpeculationStats
 from tandem.engine.tokenizer import Tokenizer
@@ -43,6 +43,7 @@ _REASONS: dict[sched.FinishReason, FinishReason] = {
 # Codes in arrays, and members that every step looks up: access to an enumeration's member by name is slow.
 _STOP, _ERROR = int(sched.FinishReason.STOP), int(sched.FinishReason.ERROR)
 _NO_ERROR = SampleError.NONE
+_FAILED = Taken(0, stops=False, stop_reason=None, failed=True)
 _SAMPLE_ERRORS = {
     SampleError.NOT_FINITE: "the logits are not finite",
     SampleError.NOTHING_ALLOWED: "logit_bias and min_tokens forbid every token",
@@ -223,7 +224,7 @@ class Engine:
         if plan is not None:
             self._launch(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > self._steps_ahead):
-            self._complete(self._in_flight.popleft())
+            self._complete(self._in_flight[0])
             return True
         return plan is not None
 
@@ -237,7 +238,10 @@ class Engine:
         self._scheduler.reset_prefix_cache()
 
     def close(self, cause: BaseException | None = None) -> None:
-        """Take no more requests, and end those that run: aborted, or with ``cause`` as their error."""
+        """Take no more requests, end those that run (aborted, or with ``cause`` as their error), wait for the steps.
+
+        Nothing is held afterwards: no page, no thread.
+        """
         with self._inbox_filled:
             if self._closed is not None:
                 return
@@ -250,20 +254,23 @@ class Engine:
                 requests.append(item.request)
             elif isinstance(item, _Call):
                 item.future.set_exception(self._closed)
-        self._by_request.clear()
-        self._by_sequence.clear()
         for request in requests:
             if cause is not None:
                 request.fail(f"the engine stopped: {cause}")
             request.finish("abort" if cause is None else "error", num_new=0, cached_tokens=0, num_preemptions=0)
+        self._runner.close()
+        for seq_id in self._by_sequence:
+            self._scheduler.abort(seq_id)
+        stats = self._scheduler.stats()
+        for step_id in range(stats.num_completed_steps + stats.num_failed_steps, stats.num_planned_steps):
+            self._scheduler.fail(step_id)
+        self._in_flight.clear()
+        self._by_request.clear()
+        self._by_sequence.clear()
 
     def _take_inbox(self) -> None:
-        if not self._inbox:
-            return
-        with self._inbox_filled:
-            items, self._inbox = self._inbox, deque()
-        for item in items:
-            match item:
+        while self._inbox:
+            match self._inbox.popleft():
                 case _Submit(request):
                     self._admit(request)
                 case _Abort(request_id):
@@ -279,7 +286,14 @@ class Engine:
             priority=params.priority,
             salt=_salt(request),
         )
-        request.seq_id = self._scheduler.submit(spec)
+        try:
+            request.seq_id = self._scheduler.submit(spec)
+        # It concerns this request alone, which the scheduler then knows nothing of.
+        except Exception as error:
+            _log.exception("request %d failed", request.request_id)
+            request.fail(_describe(error))
+            request.finish("error", num_new=0, cached_tokens=0, num_preemptions=0)
+            return
         self._by_request[request.request_id] = request
         self._by_sequence[request.seq_id] = request
 
@@ -294,51 +308,58 @@ class Engine:
     def _launch(self, plan: sched.StepPlan) -> None:
         try:
             self._in_flight.append(self._runner.launch(plan, self._by_sequence))
-        # Whatever a model, a kernel or the allocator raises concerns the rows of this step; the loop goes on.
+        # As in `_complete`, where a step fails that was launched.
         except Exception as error:
-            _log.exception("step %d failed while it was launched", plan.step_id)
-            self._drain_in_flight()
+            while self._in_flight:
+                self._complete(self._in_flight[0])
             self._fail_step(plan, error)
 
-    def _drain_in_flight(self) -> None:
-        """Complete what was launched before, since steps end in order."""
-        while self._in_flight:
-            self._complete(self._in_flight.popleft())
-
     def _complete(self, step: StepInFlight) -> None:
+        """Take the result of the oldest step in flight: pass on what its requests gain, or that it failed."""
         try:
-            results = self._runner.collect(step)
-        # As in `_launch`: a device reports here what went wrong in the step.
+            outcome = self._runner.collect(step)
+        # Whatever a model, a kernel or the allocator raises concerns the rows of this step; the loop goes on.
         except Exception as error:
-            _log.exception("step %d failed", step.plan.step_id)
             self._fail_step(step.plan, error)
-            return
-        start = time.perf_counter()
-        self._apply(step, results)
-        self._num_steps += 1
-        self._runner.times.output += time.perf_counter() - start
+        else:
+            start = time.perf_counter()
+            self._apply(step, outcome)
+            self._num_steps += 1
+            self._runner.times.output += time.perf_counter() - start
+        self._in_flight.popleft()
 
     def _fail_step(self, plan: sched.StepPlan, error: Exception) -> None:
+        _log.error("step %d failed", plan.step_id, exc_info=error)
         events = self._scheduler.fail(plan.step_id)
         self._num_steps += 1
         for terminal in events.terminals:
-            self._by_sequence[terminal.seq_id].fail(f"{type(error).__name__}: {error}")
+            self._by_sequence[terminal.seq_id].fail(_describe(error))
             self._end(terminal, num_new=0)
 
-    def _apply(self, step: StepInFlight, results: Sequence[RowResult]) -> None:
+    def _take(self, request: Request, result: RowResult) -> Taken:
+        """Cut a row at its request's end."""
+        if result.error is not _NO_ERROR:
+            request.fail(_SAMPLE_ERRORS[result.error])
+            return _FAILED
+        try:
+            return request.take(result.tokens)
+        # Whatever the text of one request brings about does not concern its neighbours.
+        except Exception as error:
+            _log.exception("request %d failed", request.request_id)
+            request.fail(_describe(error))
+            return _FAILED
+
+    def _apply(self, step: StepInFlight, outcome: StepOutcome) -> None:
         """Cut each row at its request's end, report to the scheduler, and pass on what it keeps."""
-        requests = [step.requests[row] for row in step.sampling_rows]
-        taken: list[Taken] = []
+        for part in outcome.prompt_logprobs:
+            part.request.set_prompt_logprobs(part.first_index, part.entries)
+        results = outcome.rows
+        taken = [self._take(request, result) for request, result in zip(step.requests, results, strict=True)]
         finish = np.zeros(len(results), dtype=np.int32)
-        for i, (request, result) in enumerate(zip(requests, results, strict=True)):
-            if result.error is not _NO_ERROR:
-                request.fail(_SAMPLE_ERRORS[result.error])
-                taken.append(Taken(0, False, None))
+        for i, row in enumerate(taken):
+            if row.failed:
                 finish[i] = _ERROR
-                continue
-            row = request.take(result.tokens)
-            taken.append(row)
-            if row.stops:
+            elif row.stops:
                 finish[i] = _STOP
         num_tokens = np.array([row.num_tokens for row in taken], dtype=np.int32)
         accepted = np.array([min(r.num_accepted, t.num_tokens) for r, t in zip(results, taken, strict=True)], np.int32)
@@ -347,8 +368,8 @@ class Engine:
         events = self._scheduler.complete(sched.StepResult(step.plan.step_id, num_tokens, accepted, tokens, finish))
         num_kept = events.num_tokens.tolist()
         ended = events.finish.tolist()
-        for i, request in enumerate(requests):
-            if results[i].error is not _NO_ERROR:
+        for i, request in enumerate(step.requests):
+            if taken[i].failed:
                 continue
             # A row whose sequence ended or was preempted since its launch keeps nothing.
             request.settle(results[i].tokens, taken[i], num_kept[i], results[i].logprobs)
@@ -379,6 +400,10 @@ def _salt(request: Request) -> str:
     if request.params.prompt_logprobs is not None:
         return f"request {request.request_id}"
     return "" if request.params.cache_salt is None else f"salt {request.params.cache_salt}"
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _run_call(run: Callable[[], Any], future: Future[Any]) -> None:

@@ -62,6 +62,7 @@ class LLM:
         enable_prefix_cache: reuse the pages of prompts that begin alike.
         num_threads: threads of the kernels; all processors of the process by default. Sets torch's number as well.
         seed: makes requests without a seed of their own repeatable, in order of submission.
+        overlap: plan and launch each step while the one before it still runs. The text is the same with and without.
         backend: ``cpu`` for the compiled kernels, ``reference`` for plain torch, slow and easy to check.
         poison_pool: fill cache memory that holds nothing with NaN; for debugging.
         wrap_attention: replaces the attention backend by what it returns; for evaluations that damage it.
@@ -89,6 +90,7 @@ class LLM:
         enable_prefix_cache: bool = True,
         num_threads: int | None = None,
         seed: int | None = None,
+        overlap: bool = True,
         backend: BackendName = "cpu",
         poison_pool: bool = False,
         wrap_attention: Callable[[AttentionBackend], AttentionBackend] | None = None,
@@ -107,6 +109,7 @@ class LLM:
             num_threads=num_threads,
             backend=backend,
             seed=seed,
+            overlap=overlap,
             poison_pool=poison_pool,
             wrap_attention=wrap_attention,
         )

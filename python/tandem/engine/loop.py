@@ -64,7 +64,7 @@ class EngineThread:
                 if engine.wait_for_work():
                     engine.step()
         # A fault of the loop itself must not leave requests waiting for ever: they end with it as their error.
-        except Exception as error:
+        except BaseException as error:
             _log.exception("the engine stopped")
             cause = error
         engine.close(cause)

@@ -17,11 +17,15 @@ Sink = Callable[[Delta], None]
 
 @dataclass(frozen=True)
 class Taken:
-    """What a round of tokens does to a request: how many of them it keeps, and whether the last of these ends it."""
+    """What a round of tokens does to a request: how many of them it keeps, and whether the last of these ends it.
+
+    Where it ``failed``, nothing is kept.
+    """
 
     num_tokens: int
     stops: bool
     stop_reason: str | int | None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,9 +105,16 @@ class Request:
     def take(self, tokens: Sequence[int]) -> Taken:
         """Read a round of sampled tokens up to the one that ends the request.
 
-        Changes only the text; `settle` makes it final or takes it back.
+        Changes only the text; `settle` makes it final or takes it back. What raises changes nothing.
         """
         self._saved = self._save()
+        try:
+            return self._read(tokens)
+        except BaseException:
+            self._restore()
+            raise
+
+    def _read(self, tokens: Sequence[int]) -> Taken:
         for count, token in enumerate(tokens, start=1):
             may_stop = len(self.output_ids) + count > self.params.min_tokens
             if token in self.end_ids and may_stop:

@@ -1,13 +1,14 @@
 """Runs a planned step on the device: derive, forward, sample, verify, advance, draft.
 
-Results stay there until they are collected.
+Where steps overlap, they run on a thread of their own, which alone touches the tensors; the engine's thread reads the
+requests, hands a step over, and takes its result later.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -19,8 +20,9 @@ from tandem.engine.outputs import LOWEST_LOGPROB, TokenLogprobs
 from tandem.engine.request import Request
 from tandem.engine.sampling import Logprobs, Sampled, SampleError, gather_logprobs
 from tandem.engine.seats import IntArray, Positions, RoundDrafts, SamplingSeats
+from tandem.engine.step_thread import Pending, StepThread
 from tandem.msa import AttentionBackend, Limits, PlanRows, RowKind, SeatState, StepMetadata, advance, derive
-from tandem.spec import DraftWorker, kept_positions, store_drafts, verify
+from tandem.spec import DraftWorker, Verified, kept_positions, store_drafts, verify
 
 # Rows of prompt logits computed at a time: a whole chunk at M3's vocabulary would be some 400 MB.
 _PROMPT_LOGPROB_ROWS = 64
@@ -60,33 +62,26 @@ class _Wanted:
 
 
 @dataclass(frozen=True)
-class _PromptPart:
-    """Prompt log-probabilities of one context row: of the tokens from ``first_index`` on."""
+class _FreshSeat:
+    """A seat that its row is the first to name, with the tokens generated for its request so far."""
 
+    seat: int
     request: Request
-    first_index: int
-    num_top: int
-    tokens: Tensor
-    values: Logprobs
+    output_ids: list[int]
 
 
 @dataclass(frozen=True)
-class StepInFlight:
-    """A launched step. Tensors are the device's; the plan's arrays are valid until the step's own completion.
+class _Step:
+    """A step as the engine's thread hands it over. The plan's arrays are valid until the step's own completion.
 
-    ``sampling_rows`` are the plan's rows that yield tokens; ``first_position`` ``[N+1]`` is each one's part of the
-    positions; ``num_accepted`` int32 ``[N]`` counts the drafts that each one keeps of them.
+    ``sampling_rows`` are the plan's rows that yield tokens.
     """
 
     plan: sched.StepPlan
+    rows: PlanRows
     requests: list[Request]
+    fresh: list[_FreshSeat]
     sampling_rows: IntArray
-    first_position: IntArray
-    sampled: Sampled
-    num_accepted: Tensor
-    wanted: _Wanted | None
-    logprobs: Logprobs | None
-    prompt_parts: list[_PromptPart]
 
 
 @dataclass(frozen=True)
@@ -99,6 +94,32 @@ class RowResult:
     logprobs: list[TokenLogprobs] | None
 
 
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of a request's prompt tokens from ``first_index`` on."""
+
+    request: Request
+    first_index: int
+    entries: list[TokenLogprobs]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A step's results on the host: one per sampling row in plan order, and what it says of prompts."""
+
+    rows: list[RowResult]
+    prompt_logprobs: list[PromptLogprobs]
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """A launched step; ``requests`` are those of its sampling rows."""
+
+    plan: sched.StepPlan
+    requests: list[Request]
+    outcome: Pending[StepOutcome]
+
+
 class ModelRunner:
     """The device side of the engine.
 
@@ -108,7 +129,8 @@ class ModelRunner:
         state: the seats that `attention` reads.
         limits: bounds of the engine.
         vocab_size: V, the width of the logits.
-        steps_in_flight: steps launched and not yet collected, at most.
+        steps_in_flight: steps launched and not yet collected, at most. With more than one, steps run on a thread of
+            their own; with one, `launch` runs them itself.
         draft_worker: proposes drafts, in the cache of `attention`; None where there is no drafter.
         before_step: called with each plan before anything of the step runs.
     """
@@ -137,27 +159,81 @@ class ModelRunner:
         self._iota = np.arange(limits.max_tokens + 1, dtype=np.int64)
         self.vocab_size = vocab_size
         self.times = StepTimes()
+        self._failed_seats: set[int] = set()
+        # Last: a thread is not started for a runner that cannot be made.
+        self._thread = StepThread() if steps_in_flight > 1 else None
 
-    @torch.inference_mode()
     def launch(self, plan: sched.StepPlan, requests: Mapping[int, Request]) -> StepInFlight:
-        """Start a step; ``requests`` by sequence id."""
-        start = time.perf_counter()
+        """Start a step; ``requests`` by sequence id. What goes wrong in it is raised by `collect`."""
         rows = PlanRows.from_plan(plan)
         row_requests = [requests[seq_id] for seq_id in plan.seq_id.tolist()]
-        self._fill_fresh_seats(rows, row_requests)
+        fresh = []
+        for row in np.flatnonzero(rows.fresh).tolist():
+            request = row_requests[row]
+            request.mark_scheduled()
+            fresh.append(_FreshSeat(int(rows.seat[row]), request, list(request.output_ids)))
+        sampling_rows = np.flatnonzero(rows.samples)
+        step = _Step(plan, rows, row_requests, fresh, sampling_rows)
+        outcome = Pending(lambda: self._run(step))
+        if self._thread is None:
+            outcome.run()
+        else:
+            self._thread.submit(outcome)
+        return StepInFlight(plan, [row_requests[row] for row in sampling_rows.tolist()], outcome)
+
+    def collect(self, step: StepInFlight) -> StepOutcome:
+        """The outcome of a launched step; waits for it, and raises what it raised."""
+        return step.outcome.wait()
+
+    def close(self) -> None:
+        """Wait for what was launched, and end the thread. May be called again."""
+        if self._thread is not None:
+            self._thread.close()
+
+    def _run(self, step: _Step) -> StepOutcome:
+        try:
+            return self._run_rows(step, self._readable(step.rows))
+        except BaseException:
+            self._failed_seats.update(step.rows.seat.tolist())
+            raise
+
+    def _readable(self, rows: PlanRows) -> PlanRows:
+        """The rows, with those that read and write nothing whose sequence was in a step that failed.
+
+        Such a step may have stopped anywhere, before it knew the sequence's pages even, and its rows of later steps
+        may have been launched by then. Their results are dropped; a seat is sound again once it has a new owner.
+        """
+        if not self._failed_seats:
+            return rows
+        self._failed_seats.difference_update(rows.seat[rows.fresh != 0].tolist())
+        failed = np.isin(rows.seat, list(self._failed_seats))
+        # No index lies below a limit of 0. A fresh row takes its length from the plan, whatever its seat holds.
+        return replace(
+            rows,
+            max_length=np.where(failed, np.int32(0), rows.max_length),
+            fresh=np.where(failed, np.uint8(1), rows.fresh),
+        )
+
+    @torch.inference_mode()
+    def _run_rows(self, step: _Step, rows: PlanRows) -> StepOutcome:
+        start = time.perf_counter()
+        for each in step.fresh:
+            request = each.request
+            self._seats.fill(
+                each.seat, request.params, request.seed, request.prompt_ids, each.output_ids, request.end_ids
+            )
         if self._before_step is not None:
-            self._before_step(plan)
+            self._before_step(step.plan)
         derive(rows, self._state, self._meta)
         meta = self._meta
         hidden, captured = self._model.forward(meta.token_ids, meta, self._attention, self._captured_layers)
-        prompt_parts = self._prompt_parts(rows, row_requests, hidden)
+        prompt_logprobs = self._prompt_logprobs(rows, step.requests, hidden)
         decides = hidden if meta.num_logits == meta.num_tokens else hidden.index_select(0, meta.logit_token)
         logits = self._model.logits(decides)
         middle = time.perf_counter()
-        sampling_rows = np.flatnonzero(rows.samples)
-        positions, first_position = self._positions(rows, sampling_rows)
+        positions, first_position = self._positions(rows, step.sampling_rows)
         sampled = self._seats.decide(logits, positions)
-        wanted = _wanted_logprobs([row_requests[row] for row in sampling_rows], first_position)
+        wanted = _wanted_logprobs([step.requests[row] for row in step.sampling_rows], first_position)
         logprobs = None
         if wanted is not None:
             where = torch.from_numpy(wanted.positions).to(logits.device)
@@ -170,54 +246,17 @@ class ModelRunner:
         advance(self._state, meta, verified.newest, verified.num_accepted if verifies else None)
         end = time.perf_counter()
         if self._draft_worker is not None:
-            draft_len = self._draft_len if plan.propose_drafts else 0
+            draft_len = self._draft_len if step.plan.propose_drafts else 0
             drafts = self._draft_worker.run(meta, tokens, verified, captured, draft_len)
             store_drafts(self._state, meta, drafts)
-            self.times.draft += time.perf_counter() - end
+        drafted = time.perf_counter()
+        if (overrun := int(meta.overrun)) > 0:
+            raise RuntimeError(f"a sequence is {overrun} tokens longer than the plan of its step allows")
+        rows_results = _row_results(sampled, verified, first_position, _logprobs_by_position(sampled, wanted, logprobs))
         self.times.model += middle - start
-        self.times.sample += end - middle
-        return StepInFlight(
-            plan,
-            row_requests,
-            sampling_rows,
-            first_position,
-            sampled,
-            verified.num_accepted,
-            wanted,
-            logprobs,
-            prompt_parts,
-        )
-
-    def collect(self, step: StepInFlight) -> list[RowResult]:
-        """The results of a step on the host, one per sampling row in plan order; waits for the device."""
-        start = time.perf_counter()
-        tokens, errors = step.sampled.tokens.tolist(), step.sampled.errors.tolist()
-        logprobs = _logprobs_by_position(step)
-        for part in step.prompt_parts:
-            part.request.set_prompt_logprobs(part.first_index, _entries(part.tokens, part.values, part.num_top))
-        results = []
-        firsts = step.first_position[:-1].tolist()
-        for first, num_accepted in zip(firsts, step.num_accepted.tolist(), strict=True):
-            # What follows the first draft that was not accepted is dead, errors included.
-            end = first + num_accepted + 1
-            error = _ERRORS[max(errors[first:end])]
-            row_logprobs = [logprobs[i] for i in range(first, end)] if first in logprobs else None
-            results.append(RowResult(tokens[first:end], num_accepted, error, row_logprobs))
-        self.times.sample += time.perf_counter() - start
-        return results
-
-    def _fill_fresh_seats(self, rows: PlanRows, requests: Sequence[Request]) -> None:
-        for row in np.flatnonzero(rows.fresh).tolist():
-            request = requests[row]
-            request.mark_scheduled()
-            self._seats.fill(
-                int(rows.seat[row]),
-                request.params,
-                request.seed,
-                request.prompt_ids,
-                request.output_ids,
-                request.end_ids,
-            )
+        self.times.sample += end - middle + time.perf_counter() - drafted
+        self.times.draft += drafted - end
+        return StepOutcome(rows_results, prompt_logprobs)
 
     def _positions(self, rows: PlanRows, sampling_rows: IntArray) -> tuple[Positions, IntArray]:
         """The step's positions, and where each sampling row's begin ``[N+1]``."""
@@ -237,14 +276,15 @@ class ModelRunner:
         """The index of the token that each position of the derived step decides, int64 ``[L]``."""
         return self._meta.position.index_select(0, self._meta.logit_token).to(torch.int64) + 1
 
-    def _prompt_parts(self, rows: PlanRows, requests: Sequence[Request], hidden: Tensor) -> list[_PromptPart]:
+    def _prompt_logprobs(self, rows: PlanRows, requests: Sequence[Request], hidden: Tensor) -> list[PromptLogprobs]:
         """Log-probabilities of the prompt tokens that follow the tokens of context rows, where wanted."""
-        parts: list[_PromptPart] = []
+        parts: list[PromptLogprobs] = []
         if len(rows.token_ids) == 0:
             return parts
         row_start = np.cumsum(rows.query_len) - rows.query_len
         for row, request in enumerate(requests):
-            if request.params.prompt_logprobs is None or rows.kind[row] == _DECODE:
+            num_top = request.params.prompt_logprobs
+            if num_top is None or rows.kind[row] == _DECODE:
                 continue
             first_index = int(rows.first_index[row]) + 1
             count = min(int(rows.query_len[row]), len(request.prompt_ids) - first_index)
@@ -254,10 +294,24 @@ class ModelRunner:
                 index = first_index + offset
                 tokens = torch.tensor(request.prompt_ids[index : index + size], device=hidden.device)
                 logits = self._model.logits(hidden[start : start + size])
-                num_top = request.params.prompt_logprobs
-                values = gather_logprobs(logits, tokens, num_top)
-                parts.append(_PromptPart(request, index, num_top, tokens, values))
+                entries = _entries(tokens, gather_logprobs(logits, tokens, num_top), num_top)
+                parts.append(PromptLogprobs(request, index, entries))
         return parts
+
+
+def _row_results(
+    sampled: Sampled, verified: Verified, first_position: IntArray, logprobs: Mapping[int, TokenLogprobs]
+) -> list[RowResult]:
+    """One result per sampling row, whose positions begin at ``first_position`` ``[N+1]``."""
+    tokens, errors = sampled.tokens.tolist(), sampled.errors.tolist()
+    results = []
+    for first, num_accepted in zip(first_position[:-1].tolist(), verified.num_accepted.tolist(), strict=True):
+        # What follows the first draft that was not accepted is dead, errors included.
+        end = first + num_accepted + 1
+        error = _ERRORS[max(errors[first:end])]
+        row_logprobs = [logprobs[i] for i in range(first, end)] if first in logprobs else None
+        results.append(RowResult(tokens[first:end], num_accepted, error, row_logprobs))
+    return results
 
 
 def _wanted_logprobs(requests: Sequence[Request], first_position: IntArray) -> _Wanted | None:
@@ -273,12 +327,14 @@ def _wanted_logprobs(requests: Sequence[Request], first_position: IntArray) -> _
     return _Wanted(np.array(positions, dtype=np.int64), np.array(num_top, dtype=np.int64))
 
 
-def _logprobs_by_position(step: StepInFlight) -> dict[int, TokenLogprobs]:
-    if step.wanted is None or step.logprobs is None:
+def _logprobs_by_position(
+    sampled: Sampled, wanted: _Wanted | None, logprobs: Logprobs | None
+) -> dict[int, TokenLogprobs]:
+    if wanted is None or logprobs is None:
         return {}
-    positions, num_top = step.wanted.positions.tolist(), step.wanted.num_top.tolist()
-    tokens = step.sampled.tokens[torch.from_numpy(step.wanted.positions).to(step.sampled.tokens.device)]
-    entries = _entries(tokens, step.logprobs, max(num_top))
+    positions, num_top = wanted.positions.tolist(), wanted.num_top.tolist()
+    tokens = sampled.tokens[torch.from_numpy(wanted.positions).to(sampled.tokens.device)]
+    entries = _entries(tokens, logprobs, max(num_top))
     return {
         position: TokenLogprobs(entry.token_id, entry.logprob, entry.top[:n])
         for position, n, entry in zip(positions, num_top, entries, strict=True)

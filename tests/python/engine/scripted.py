@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,11 +21,14 @@ from tandem.engine.params import SamplingParams
 from tandem.engine.runner import ModelRunner
 from tandem.engine.tokenizer import Tokenizer
 from tandem.msa import AttentionBackend, Limits, SeatState, StepMetadata
+from tandem.spec import DraftWorker, Verified, extend_slots, extend_token_ids
+from tandem.spec.slots import single_slots
 
 VOCAB_SIZE = 300
 UNWRITTEN = -1
 
 NextToken = Callable[[tuple[int, ...]], int]
+TokenArray = npt.NDArray[np.int64]
 
 
 def hashed(prefix: tuple[int, ...]) -> int:
@@ -46,25 +50,33 @@ def script(prompt: Sequence[int], tokens: Sequence[int]) -> NextToken:
 
 
 class TokenCache(AttentionBackend):
-    """Pages of token ids. Reading a place that was not written since its page was handed out fails the test."""
+    """Pages of token ids, of the target and of a drafter: entry j of either is token j.
+
+    Reading a place that was not written since its page was handed out fails the test.
+    """
 
     def __init__(self, limits: Limits, state: SeatState) -> None:
         spec = layout.TileSpec(0, layout.Role.K, layout.ElementType.FP32, 1, 1)
         cache_layout = layout.CacheLayout([spec], limits.tokens_per_page)
         pool = torch.zeros(limits.num_slots * cache_layout.slot_bytes, dtype=torch.uint8)
         super().__init__(cache_layout, pool, limits, state, [])
-        self.tokens = np.full((limits.num_slots, limits.tokens_per_page), UNWRITTEN, dtype=np.int64)
+        shape = (limits.num_slots, limits.tokens_per_page)
+        self.target = np.full(shape, UNWRITTEN, dtype=np.int64)
+        self.draft = np.full(shape, UNWRITTEN, dtype=np.int64)
 
-    def put(self, seat: int, index: int, token: int) -> None:
+    def forget(self, slot: int) -> None:
+        self.target[slot] = self.draft[slot] = UNWRITTEN
+
+    def put(self, entries: TokenArray, seat: int, index: int, token: int) -> None:
         slot = int(self.state.block_table[seat, index // self.limits.tokens_per_page])
-        self.tokens[slot, index % self.limits.tokens_per_page] = token
+        entries[slot, index % self.limits.tokens_per_page] = token
 
-    def prefix(self, seat: int, length: int) -> tuple[int, ...]:
-        pages = -(-length // self.limits.tokens_per_page)
+    def read(self, entries: TokenArray, seat: int, first: int, end: int) -> tuple[int, ...]:
+        pages = -(-end // self.limits.tokens_per_page)
         slots = self.state.block_table[seat, :pages].numpy()
-        read = tuple(self.tokens[slots].reshape(-1)[:length].tolist())
-        assert UNWRITTEN not in read, f"seat {seat} reads a place that nobody wrote: {read}"
-        return read
+        tokens = tuple(entries[slots].reshape(-1)[first:end].tolist())
+        assert UNWRITTEN not in tokens, f"seat {seat} reads a place that nobody wrote: {tokens}"
+        return tokens
 
     def write(self, layer: int, k: Tensor, v: Tensor, index_k: Tensor | None, tokens: Any) -> None:
         raise NotImplementedError
@@ -79,7 +91,7 @@ class TokenCache(AttentionBackend):
 class ScriptedModel:
     """Logits 8 for the next token, 4 for the id after it, 0 for all others (-inf with ``certain``).
 
-    ``before_forward`` may raise, to fail a step; ``nan_prefixes`` get logits of NaN.
+    ``nan_prefixes`` get logits of NaN.
     """
 
     def __init__(self, next_token: NextToken = hashed, *, certain: bool = False) -> None:
@@ -99,10 +111,10 @@ class ScriptedModel:
         seats, writes, sees = meta.token_seat.tolist(), meta.write_index.tolist(), meta.kv_len.tolist()
         for seat, index, token in zip(seats, writes, token_ids.tolist(), strict=True):
             if index >= 0:
-                attention.put(seat, index, token)
+                attention.put(attention.target, seat, index, token)
         logits = torch.full((meta.num_tokens, VOCAB_SIZE), -torch.inf if self.certain else 0.0)
         for row, (seat, length) in enumerate(zip(seats, sees, strict=True)):
-            prefix = attention.prefix(seat, length)
+            prefix = attention.read(attention.target, seat, 0, length)
             token = self.next_token(prefix)
             logits[row, (token + 1) % VOCAB_SIZE] = 4.0
             logits[row, token] = 8.0
@@ -112,6 +124,68 @@ class ScriptedModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
+
+
+class ScriptedWorker(DraftWorker):
+    """Drafts the model's own next tokens, the first few of a round rightly, by where the text stands.
+
+    Reads and writes its entries where a drafter does, and checks that those of the text are the text's tokens.
+    """
+
+    captured_layers = ()
+
+    def __init__(self, cache: TokenCache, draft_len: int, next_token: NextToken) -> None:
+        self._cache, self._draft_len, self._next_token = cache, draft_len, next_token
+        self.num_drafted = 0
+
+    def run(
+        self, meta: StepMetadata, sampled: Tensor, verified: Verified, captured: Sequence[Tensor], draft_len: int
+    ) -> Tensor:
+        cache = self._cache
+        slots = extend_slots(meta)
+        ids = extend_token_ids(meta, sampled).tolist()
+        for seat, index, token in zip(slots.token_seat.tolist(), slots.write_index.tolist(), ids, strict=True):
+            if index >= 0:
+                cache.put(cache.draft, seat, index, token)
+        drafts = torch.full((meta.num_samples, self._draft_len), -1, dtype=torch.int32)
+        newest_index = meta.kv_len[verified.place]
+        max_length = meta.row_max_length[meta.sample_row]
+        known: dict[int, list[int]] = {}
+        for row, (seat, newest) in enumerate(zip(meta.sample_seat.tolist(), newest_index.tolist(), strict=True)):
+            if 0 < newest < int(max_length[row]):
+                text = [*cache.read(cache.target, seat, 0, newest), int(verified.newest[row])]
+                assert list(cache.read(cache.draft, seat, 1, newest + 1)) == text[1:]
+                known[row] = text
+        for step in range(1, draft_len + 1):
+            single, inside = single_slots(meta.sample_seat, newest_index, max_length, step)
+            for row in inside.nonzero().flatten().tolist():
+                text = known[row]
+                right = text[0] + len(text) * 7 & 3
+                token = (self._next_token(tuple(text)) + (step > right)) % VOCAB_SIZE
+                text.append(token)
+                drafts[row, step - 1] = token
+                if step < draft_len:
+                    cache.put(cache.draft, int(single.token_seat[row]), int(single.write_index[row]), token)
+                self.num_drafted += 1
+        return drafts
+
+
+@dataclass
+class Faults:
+    """Where the steps of these numbers raise: before anything of them runs, or in the model, half way."""
+
+    before: set[int] = field(default_factory=set)
+    half_way: set[int] = field(default_factory=set)
+    running: int = -1
+
+    def start(self, plan: sched.StepPlan) -> None:
+        self.running = plan.step_id
+        if self.running in self.before:
+            raise RuntimeError("injected before the step")
+
+    def middle(self, meta: StepMetadata) -> None:
+        if self.running in self.half_way:
+            raise RuntimeError("injected in the model")
 
 
 @dataclass
@@ -146,6 +220,7 @@ class Rig:
     scheduler: sched.Scheduler
     model: ScriptedModel
     cache: TokenCache
+    faults: Faults
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, stream: bool = False) -> Collector:
         collector = Collector()
@@ -187,7 +262,9 @@ def make_rig(
     watermark_pages: int = 0,
     tokenizer: Tokenizer | None = None,
     end_ids: Sequence[int] = (),
+    draft_len: int | None = None,
 ) -> Rig:
+    """An engine over a scripted model; with a drafter where there is a ``draft_len``."""
     limits = Limits(
         max_seats=max_seats,
         max_tokens=max_tokens_per_step,
@@ -195,7 +272,7 @@ def make_rig(
         max_model_len=max_model_len,
         tokens_per_page=tokens_per_page,
         max_pages=-(-max_model_len // tokens_per_page),
-        max_draft_len=0,
+        max_draft_len=draft_len or 0,
         num_slots=num_slots,
     )
     config = sched.SchedulerConfig(
@@ -204,6 +281,8 @@ def make_rig(
         max_seats=max_seats,
         max_tokens_per_step=max_tokens_per_step,
         max_model_len=max_model_len,
+        draft_len=draft_len or 0,
+        has_drafter=draft_len is not None,
         overlap=overlap,
         enable_prefix_cache=enable_prefix_cache,
         watermark_pages=watermark_pages,
@@ -213,12 +292,16 @@ def make_rig(
     cache = TokenCache(limits, state)
     model = model or ScriptedModel()
 
-    def forget_handed_out_pages(plan: sched.StepPlan) -> None:
+    faults = Faults()
+    model.before_forward = faults.middle
+
+    def before_step(plan: sched.StepPlan) -> None:
         """A page that a row gets without its being a hit holds nothing that may be read."""
+        faults.start(plan)
         write_from = dict(zip(plan.seat.tolist(), plan.write_from.tolist(), strict=True))
         for seat, page, slot in plan.table_changes.tolist():
             if page * tokens_per_page >= write_from[seat]:
-                cache.tokens[slot] = UNWRITTEN
+                cache.forget(slot)
 
     runner = ModelRunner(
         model,
@@ -227,10 +310,11 @@ def make_rig(
         limits,
         VOCAB_SIZE,
         steps_in_flight=config.max_steps_in_flight,
-        before_step=forget_handed_out_pages,
+        draft_worker=None if draft_len is None else ScriptedWorker(cache, draft_len, model.next_token),
+        before_step=before_step,
     )
     engine = Engine(scheduler, runner, end_ids=end_ids, tokenizer=tokenizer)
-    return Rig(engine, scheduler, model, cache)
+    return Rig(engine, scheduler, model, cache, faults)
 
 
 def expected(prompt: Sequence[int], count: int, next_token: NextToken = hashed) -> list[int]:

@@ -224,7 +224,6 @@ class Interleaver:
     prompts: list[list[int]]
     live: list[Live] = field(default_factory=list)
     finished: list[tuple[Live, RequestOutput]] = field(default_factory=list)
-    num_failed: int = 0
 
     def arrive(self) -> None:
         prompt = self.rng.choice(self.prompts)
@@ -233,7 +232,7 @@ class Interleaver:
         params = SamplingParams(
             temperature=0 if seed is None else 2.5,
             seed=seed,
-            max_tokens=self.rng.randint(1, 12),
+            max_tokens=self.rng.randint(1, 24),
             priority=self.rng.choice([0, 0, 1]),
             frequency_penalty=self.rng.choice([0.0, 0.0, 0.5]),
         )
@@ -251,13 +250,10 @@ class Interleaver:
             self.rig.engine.abort(victim.request_id)
 
     def failing_step(self) -> None:
-        def fail(meta: object) -> None:
-            self.num_failed += 1
-            raise RuntimeError("injected")
-
-        self.rig.model.before_forward = fail
+        """The next step to be planned raises, wherever the one before it stands."""
+        step_id = self.rig.scheduler.stats().num_planned_steps
+        self.rng.choice([self.rig.faults.before, self.rig.faults.half_way]).add(step_id)
         self.rig.engine.step()
-        self.rig.model.before_forward = lambda meta: None
 
     def check(self) -> None:
         self.rig.scheduler.check()
@@ -286,7 +282,7 @@ def check_outputs(interleaver: Interleaver) -> None:
         params = each.params
         key = (tuple(each.prompt), params.seed, params.max_tokens or 0, params.frequency_penalty)
         if key not in alone:
-            alone[key] = make_rig(num_slots=64, tokenizer=TOKENIZER).generate(each.prompt, params)
+            alone[key] = make_rig(max_model_len=30, tokenizer=TOKENIZER).generate(each.prompt, params)
         if output.finish_reason == "length":
             assert (output.token_ids, output.text) == (alone[key].token_ids, alone[key].text)
         else:
@@ -303,21 +299,21 @@ def interleave(seed: int, num_events: int) -> Interleaver:
     rng = random.Random(seed)
     shared = [6 + rng.randrange(VOCAB_SIZE - 6) for _ in range(14)]
     prompts = [shared + [6 + rng.randrange(250) for _ in range(4)] for _ in range(4)]
+    draft_len = rng.choice([None, 0, 1, 2, 3, 5, 7])
+    tokens_per_page = rng.choice([2, 4, 8])
     rig = make_rig(
-        num_slots=rng.choice([10, 12, 16]),
-        tokens_per_page=rng.choice([2, 4]) if rng.random() < 0.8 else 8,
-        max_seats=rng.choice([1, 3, 5]),
-        max_tokens_per_step=rng.choice([3, 6, 16]),
+        # From what the longest request needs alone.
+        num_slots=-(-30 // tokens_per_page) + rng.choice([0, 1, 3, 6]),
+        tokens_per_page=tokens_per_page,
+        max_seats=rng.choice([1, 4, 6]),
+        max_tokens_per_step=max(rng.choice([3, 6, 16]), 1 + (draft_len or 0)),
         max_model_len=30,
-        overlap=rng.random() < 0.5,
+        overlap=rng.random() < 0.7,
+        draft_len=draft_len,
         watermark_pages=rng.choice([0, 1]),
         enable_prefix_cache=rng.random() < 0.8,
         tokenizer=TOKENIZER,
     )
-    # A pool of small pages may hold less than the longest request; the engine then cuts it there, as it does alone.
-    if rig.scheduler.config.max_sequence_tokens < 30:
-        overlap = rng.random() < 0.5
-        rig = make_rig(num_slots=16, tokens_per_page=2, max_model_len=30, overlap=overlap, tokenizer=TOKENIZER)
     interleaver = Interleaver(rig, rng, prompts)
     interleaver.run(num_events)
     check_outputs(interleaver)
@@ -333,9 +329,11 @@ def test_the_interleaver_meets_every_kind_of_event(seed: int) -> None:
     runs = [interleave(seed + case, 150) for case in range(100, 106)]
     reasons = {output.finish_reason for run in runs for _, output in run.finished}
     assert reasons == {"length", "abort", "error"}
-    assert sum(run.num_failed for run in runs) > 0
+    assert sum(run.rig.scheduler.stats().num_failed_steps for run in runs) > 0
     assert sum(output.num_preemptions for run in runs for _, output in run.finished) > 0
     assert sum(output.cached_tokens for run in runs for _, output in run.finished) > 0
+    assert sum(run.rig.scheduler.stats().num_accepted_tokens for run in runs) > 0
+    assert sum(run.rig.scheduler.stats().num_dropped_rows for run in runs) > 0
 
 
 @pytest.mark.soak

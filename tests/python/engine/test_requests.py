@@ -186,34 +186,25 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
     rig.check_idle()
 
 
-def test_a_step_that_raises_fails_its_rows_and_the_loop_goes_on() -> None:
-    rig = make_rig()
-
-    def fail(meta: object) -> None:
-        raise RuntimeError("out of scratch")
-
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_raises_fails_its_rows_and_the_loop_goes_on(overlap: bool) -> None:
+    rig = make_rig(overlap=overlap)
+    rig.faults.half_way.add(1)
     first, second = rig.submit(PROMPT, GREEDY), rig.submit([20, 21], GREEDY)
-    rig.engine.step()
-    rig.model.before_forward = fail
-    rig.engine.step()
-    rig.model.before_forward = lambda meta: None
+    rig.run()
     for collector in (first, second):
-        assert (collector.output.finish_reason, collector.output.error) == ("error", "RuntimeError: out of scratch")
+        assert collector.output.finish_reason == "error"
+        assert collector.output.error == "RuntimeError: injected in the model"
+        assert collector.output.completion_tokens == 1
     assert rig.generate(PROMPT, GREEDY).token_ids == expected(PROMPT, 8)
     rig.check_idle()
 
 
-def test_rows_that_were_not_in_a_failed_step_go_on() -> None:
-    rig = make_rig(max_seats=1)
-
-    def fail(meta: object) -> None:
-        raise MemoryError("no more")
-
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_that_were_not_in_a_failed_step_go_on(overlap: bool) -> None:
+    rig = make_rig(max_seats=1, overlap=overlap)
+    rig.faults.before.add(1)
     running, waiting = rig.submit(PROMPT, GREEDY), rig.submit([20, 21], GREEDY)
-    rig.engine.step()
-    rig.model.before_forward = fail
-    rig.engine.step()
-    rig.model.before_forward = lambda meta: None
     rig.run()
     assert running.output.finish_reason == "error"
     assert waiting.output.token_ids == expected([20, 21], 8)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 DEFAULT_SEED = 20240607
+_SOAK_TIMEOUT_S = 3600
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +26,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if isinstance(item, pytest.Function) and "soak" in item.fixturenames:
                 item.add_marker("soak")
+            if item.get_closest_marker("soak") is not None:
+                item.add_marker(pytest.mark.timeout(_SOAK_TIMEOUT_S))
         return
     soak = [item for item in items if item.get_closest_marker("soak") is not None]
     config.hook.pytest_deselected(items=soak)

@@ -22,13 +22,16 @@ const StepPlan* Scheduler::plan() {
   }
   StepPlan& plan = step(next_step_);
   plan.begin(next_step_);
-  short_of_pages_ = false;
   prefill_served_ = false;
 
   const bool prefill_waits = num_context_ > 0 || !waiting_.empty();
   std::int32_t budget = config_.max_tokens_per_step;
   if (prefill_waits && prefill_gap_ >= kPrefillPeriod - 1) {
     budget -= plan_prefill(plan, std::min(config_.tokens_per_page, budget), /*only_oldest=*/true);
+  }
+  // Until the decode rows have been looked at, the pages that one of them waits for are no new request's.
+  if (budget > 0) {
+    short_of_pages_ = false;
   }
   budget -= plan_decode(plan, budget);
   plan_prefill(plan, budget, /*only_oldest=*/false);

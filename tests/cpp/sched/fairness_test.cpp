@@ -102,6 +102,24 @@ TEST(Budget, ASkippedRowVerifiesTheDraftsItHad) {
   EXPECT_GT(harness.scheduler().stats().num_rounds(), 15);
 }
 
+// The slice of the budget for prompts comes before the decode rows, and a preempted request's pages come back a step
+// late: were they its own again, it would be preempted and admitted for ever.
+TEST(Budget, PagesThatADecodeRowWaitsForAreNotGivenBackToWhatItPreempted) {
+  SchedulerConfig config = overlapped(roomy());
+  config.tokens_per_page = 2;
+  config.max_tokens_per_step = 1;
+  config.max_model_len = 28;
+  config.num_slots = 14;
+  config.watermark_pages = 0;
+  for (std::int32_t length = 12; length < 26; ++length) {
+    Harness harness(config);
+    harness.submit(make_prompt(1), 20);
+    harness.step();
+    harness.submit(make_prompt(length, 1), 2, {.synchronous = true});
+    harness.run();
+  }
+}
+
 TEST(Budget, APageOfItGoesToTheOldestPromptAtLeastEveryEightSteps) {
   SchedulerConfig config = roomy();
   config.max_seats = 6;

@@ -15,6 +15,7 @@ from tandem.engine.build import BuiltEngine, DtypeName, EngineOptions, build_eng
 from tandem.engine.limits import SizeRequest
 from tandem.engine.outputs import Delta, RequestOutput
 from tandem.engine.params import SamplingParams
+from tandem.engine.speculation import SpeculationStats
 from tandem.engine.tokenizer import Tokenizer
 
 Prompts = list[list[int]]
@@ -54,9 +55,18 @@ def set_threads(count: int) -> None:
 class EngineArm(Arm):
     """The engine as it serves: scheduler, paged cache, model, sampling and output, without the text."""
 
-    def __init__(self, folder: Path, dtype: DtypeName, max_model_len: int, max_batch: int) -> None:
-        sizes = SizeRequest(max_model_len=max_model_len, max_seats=max_batch)
-        options = EngineOptions(folder, dtype=dtype, sizes=sizes, num_threads=torch.get_num_threads())
+    def __init__(
+        self,
+        folder: Path,
+        dtype: DtypeName,
+        max_model_len: int,
+        max_batch: int,
+        *,
+        drafter: Path | None = None,
+        draft_len: int = 0,
+    ) -> None:
+        sizes = SizeRequest(max_model_len=max_model_len, max_seats=max_batch, draft_len=draft_len)
+        options = EngineOptions(folder, drafter=drafter, dtype=dtype, sizes=sizes, num_threads=torch.get_num_threads())
         self._built: BuiltEngine = build_engine(options, Tokenizer.from_pretrained(folder))
         self._prompts: Prompts = []
 
@@ -87,6 +97,21 @@ class EngineArm(Arm):
             seconds.append(time.perf_counter() - start)
         cpu_seconds = time.process_time() - cpu_start
         return Window([outputs[request_id].token_ids[1:] for request_id in ids], seconds[:num_tokens], cpu_seconds)
+
+    def reply_length(self, prompt: list[int], most: int) -> int:
+        """Tokens of the reply to a prompt, its end included, or `most` where it is longer."""
+        outputs: list[Delta] = []
+        params = SamplingParams(temperature=0.0, max_tokens=most)
+        self._built.engine.submit(prompt, params, outputs.append)
+        while not outputs:
+            self._built.engine.step()
+        output = outputs[0].output
+        assert output is not None
+        return output.completion_tokens
+
+    def speculation(self) -> SpeculationStats:
+        """What became of drafts so far."""
+        return self._built.engine.stats().speculation
 
 
 class TransformersArm(Arm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 MODELS = ("demo", "random-40m")
+COMPARISONS = ("transformers", "speculation")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -13,9 +14,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         dest="measurement", required=True, metavar="MEASUREMENT"
     )
     decode = measurements.add_parser(
-        "decode", help="greedy decoding beside transformers", description=run_decode.__doc__
+        "decode", help="greedy decoding beside transformers, and with drafts", description=run_decode.__doc__
+    )
+    decode.add_argument(
+        "--compare",
+        nargs="+",
+        choices=COMPARISONS,
+        default=["transformers"],
+        help="with transformers, or the demo model's drafter with none (default: %(default)s)",
     )
     decode.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    decode.add_argument(
+        "--draft-lens", nargs="+", type=_draft_len, default=[3, 4, 5], help="drafts of a round (default 3 4 5)"
+    )
     decode.add_argument("--batch", nargs="+", type=_positive, default=[1, 8])
     decode.add_argument("--context", nargs="+", type=_positive, default=[64, 4096])
     decode.add_argument("--threads", nargs="+", type=_positive, default=[1, 2])
@@ -26,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run_decode(arguments: argparse.Namespace) -> int:
-    """Greedy decoding beside transformers: same weights, same prompts, same tokens, one run."""
+    """Greedy decoding beside transformers, and with a drafter beside none: same weights, same tokens, one run."""
     from tandem.bench import decode
 
     return decode.main(arguments)
@@ -36,4 +47,11 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not allowed, it must be at least 1")
+    return value
+
+
+def _draft_len(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 7:
+        raise argparse.ArgumentTypeError(f"{value} is not allowed, it must be 1 to 7")
     return value

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tandem import demo
-from tandem.bench import environment, transformers_model
+from tandem.bench import environment, speculation, transformers_model
 from tandem.bench.arms import Arm, EngineArm, TransformersArm, Window, set_threads
 from tandem.bench.checkpoint import bytes_read_per_step, num_parameters, write_random_checkpoint
 from tandem.models import MiniMaxM3Config
@@ -80,9 +80,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         TransformersMissingError: there is nothing to compare with.
         WrongTokensError: the arms decode different tokens.
+        SpeculationError: as from `speculation.measure`.
     """
-    transformers_model.require()
-    report: dict[str, Any] = {"environment": environment.describe(), "cells": []}
+    report: dict[str, Any] = {"environment": environment.describe(), "cells": [], "speculation": []}
+    if "transformers" in arguments.compare:
+        transformers_model.require()
+    if "speculation" in arguments.compare:
+        report["speculation"] += speculation.measure(demo.path(), arguments)
+    if "transformers" not in arguments.compare:
+        return report
     with tempfile.TemporaryDirectory() as scratch:
         for model in arguments.models:
             folder = demo.path() if model == "demo" else write_random_checkpoint(Path(scratch) / model)
@@ -204,6 +210,10 @@ def print_table(report: dict[str, Any]) -> None:
     """The report for people."""
     where = report["environment"]
     print(f"{where['machine']['processor']}, commit {where['commit']}, transformers {where['transformers']}")
+    if report["speculation"]:
+        speculation.print_table(report["speculation"])
+    if not report["cells"]:
+        return
     print(
         "model        batch  context  threads  tandem tok/s  transformers tok/s  ratio (range)  by CPU time  floor ms"
     )

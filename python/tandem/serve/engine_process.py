@@ -14,16 +14,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from io import FileIO
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import zmq
 
-from tandem.engine.engine import Engine, EngineStats
 from tandem.engine.errors import EngineClosedError
 from tandem.engine.outputs import Delta, RequestOutput, TokenLogprobs
 from tandem.engine.params import SamplingParams
@@ -32,7 +31,11 @@ from tandem.serve.messages import Abort, Beat, End, Failed, GetStats, LogprobEnt
 from tandem.serve.options import EngineConfig
 from tandem.serve.outbox import Outbox
 
+if TYPE_CHECKING:
+    from tandem.engine.engine import EngineStats
+
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 BEAT_S = 0.2
 # Messages that zmq holds per direction; behind a full channel the outbox joins pieces.
@@ -40,12 +43,32 @@ HIGH_WATER = 64
 EXIT_ENGINE_STOPPED = 1
 
 
+class ServedEngine(Protocol):
+    """What serving asks of an engine: the calls of `Engine` that are open to any thread."""
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, sink: Callable[[Delta], None], *, stream: bool
+    ) -> int:
+        """Start a request; returns the engine's number for it."""
+
+    def abort(self, request_id: int) -> None:
+        """End a request soon."""
+
+    def call(self, run: Callable[[], _T]) -> Future[_T]:
+        """Have the engine thread call something."""
+
+    @property
+    def num_steps(self) -> int:
+        """The progress counter."""
+
+
 @dataclass(frozen=True)
 class BuiltForServing:
-    """An engine with what the HTTP process must know of it."""
+    """An engine with what the HTTP process must know of it. ``stats`` gives plain numbers, on the engine thread."""
 
-    engine: Engine
+    engine: ServedEngine
     ready: Ready
+    stats: Callable[[], dict[str, Any]]
     close: Callable[[], None]
 
 
@@ -63,6 +86,7 @@ class EngineServer:
 
     def __init__(self, built: BuiltForServing, commands: zmq.Socket[bytes], outbox: Outbox) -> None:
         self._engine = built.engine
+        self._stats = built.stats
         self._commands = commands
         self._outbox = outbox
         # The engine's number of a request by the HTTP process's. Touched by this thread alone: the engine thread only
@@ -97,7 +121,7 @@ class EngineServer:
                 if engine_id is not None:
                     self._engine.abort(engine_id)
             case GetStats(call_id):
-                self._engine.call(lambda: self._reply(call_id, self._engine.stats()))
+                self._engine.call(lambda: self._outbox.put(StatsReply(call_id, self._stats())))
             case messages.Stop():
                 return False
         return True
@@ -115,9 +139,6 @@ class EngineServer:
         except ValueError as error:
             end = End("error", cached_tokens=0, error=str(error), refused=True)
             self._outbox.put_piece(Piece(message.request_id, "", 0, end=end))
-
-    def _reply(self, call_id: int, stats: EngineStats) -> None:
-        self._outbox.put(StatsReply(call_id, stats_of(stats)))
 
     def _beat(self) -> None:
         """Raises `EngineClosedError` where the engine has stopped."""
@@ -187,7 +208,7 @@ def build_for_serving(config: EngineConfig) -> BuiltForServing:
         max_model_len=limits.max_model_len,
         load_seconds=llm.load_seconds,
     )
-    return BuiltForServing(llm.engine, ready, llm.close)
+    return BuiltForServing(llm.engine, ready, lambda: stats_of(llm.engine.stats()), llm.close)
 
 
 def serve_engine(build: Build, addresses: tuple[str, str]) -> int:

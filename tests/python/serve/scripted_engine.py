@@ -1,0 +1,177 @@
+"""An engine without a model, which costs next to nothing: it says what its prompt tells it to.
+
+A prompt is a text of words `key=value` (`Script`); without any, the reply is "abc" over and over up to `max_tokens`.
+"""
+
+import argparse
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tandem.engine.outputs import Delta, FinishReason, RequestOutput, Timings
+from tandem.engine.params import SamplingParams
+from tandem.serve.engine_process import BuiltForServing, serve_engine
+from tandem.serve.messages import Ready
+from tandem.serve.options import EngineConfig
+from tests.python.engine.byte_tokenizer import SPECIALS
+
+VOCAB_SIZE = 300
+MAX_MODEL_LEN = 4096
+_T = TypeVar("_T")
+
+
+@dataclass
+class Script:
+    """``word``: what each token says. ``fail_after``: tokens before an error. ``stall_after``: tokens before the whole
+    engine stands still for ``stall_s``. ``die_after``: tokens before the process ends.
+    """
+
+    word: str = "abc"
+    fail_after: int = -1
+    stall_after: int = -1
+    stall_s: float = 0.0
+    die_after: int = -1
+
+    @classmethod
+    def of(cls, prompt_ids: Sequence[int]) -> "Script":
+        text = bytes(i - len(SPECIALS) for i in prompt_ids if i >= len(SPECIALS)).decode()
+        pairs = [word.split("=", 1) for word in text.split() if "=" in word]
+        kinds = {name: type(value) for name, value in vars(cls()).items()}
+        return cls(**{name: kinds[name](value) for name, value in pairs if name in kinds})
+
+
+@dataclass
+class Running:
+    request_id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    sink: Callable[[Delta], None]
+    stream: bool
+    script: Script
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    start: float = field(default_factory=time.perf_counter)
+
+
+class ScriptedEngine:
+    """Runs all requests in rounds of ``tokens_per_round`` tokens each, one every ``interval_s`` seconds."""
+
+    def __init__(self, tokens_per_round: int, interval_s: float) -> None:
+        self._tokens_per_round = tokens_per_round
+        self._interval_s = interval_s
+        self._inbox: deque[Running | int | Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._running: dict[int, Running] = {}
+        self._next_id = 0
+        self.num_steps = 0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, sink: Callable[[Delta], None], *, stream: bool
+    ) -> int:
+        self._next_id += 1
+        ids = list(prompt_ids)
+        self._put(Running(self._next_id, ids, params, sink, stream, Script.of(ids)))
+        return self._next_id
+
+    def abort(self, request_id: int) -> None:
+        self._put(request_id)
+
+    def call(self, run: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
+        self._put(lambda: future.set_result(run()))
+        return future
+
+    def stats(self) -> dict[str, Any]:
+        return {"num_running": len(self._running), "num_steps": self.num_steps}
+
+    def _put(self, item: Running | int | Callable[[], None]) -> None:
+        with self._changed:
+            self._inbox.append(item)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._inbox or self._running)
+                items, self._inbox = self._inbox, deque()
+            for item in items:
+                if isinstance(item, Running):
+                    self._running[item.request_id] = item
+                elif isinstance(item, int):
+                    if item in self._running:
+                        self._end(self._running[item], "abort", [])
+                else:
+                    item()
+            if not self._running:
+                continue
+            for running in list(self._running.values()):
+                self._advance(running)
+            self.num_steps += 1
+            time.sleep(self._interval_s)
+
+    def _advance(self, running: Running) -> None:
+        script, done = running.script, len(running.token_ids)
+        if done == script.stall_after:
+            time.sleep(script.stall_s)
+        if done == script.die_after:
+            os._exit(9)
+        if done == script.fail_after:
+            self._end(running, "error", [])
+            return
+        most = MAX_MODEL_LEN if running.params.max_tokens is None else running.params.max_tokens
+        marks = [m for m in (script.stall_after, script.die_after, script.fail_after) if m > done]
+        count = min([self._tokens_per_round, most - done, *(mark - done for mark in marks)])
+        new = [7] * count
+        running.token_ids += new
+        if len(running.token_ids) >= most:
+            self._end(running, "length", new)
+        elif running.stream:
+            running.sink(Delta(running.request_id, script.word * count, new))
+
+    def _end(self, running: Running, reason: FinishReason, new: list[int]) -> None:
+        del self._running[running.request_id]
+        output = RequestOutput(
+            request_id=running.request_id,
+            prompt=None,
+            prompt_token_ids=running.prompt_ids,
+            text=running.script.word * len(running.token_ids),
+            token_ids=running.token_ids,
+            cached_tokens=0,
+            finish_reason=reason,
+            error="the script says so" if reason == "error" else None,
+            timings=Timings(0.0, 0.0, time.perf_counter() - running.start),
+        )
+        running.sink(Delta(running.request_id, running.script.word * len(new), new, output=output))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens-per-round", type=int, default=1)
+    parser.add_argument("--interval", type=float, default=0.0)
+    parser.add_argument("--load-seconds", type=float, default=0.0)
+    parser.add_argument("--refuse-to-load", action="store_true")
+    parser.add_argument("addresses", nargs=2)
+    arguments = parser.parse_args()
+
+    def build(config: EngineConfig) -> BuiltForServing:
+        time.sleep(arguments.load_seconds)
+        if arguments.refuse_to_load:
+            raise OSError(f"{config.model} is not a model")
+        engine = ScriptedEngine(arguments.tokens_per_round, arguments.interval)
+        ready = Ready(VOCAB_SIZE, MAX_MODEL_LEN - 1, MAX_MODEL_LEN, 0.0)
+        return BuiltForServing(engine, ready, engine.stats, lambda: None)
+
+    return serve_engine(build, (arguments.addresses[0], arguments.addresses[1]))
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -1,0 +1,162 @@
+"""The two processes: each sees the other's end, health tells the truth, and signals end both in order."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.python.serve.server_process import Answer, ServerProcess, process_exists, serve_scripted
+
+SOON_S = 1.0
+GOOD = {"model": "scripted", "prompt": "x", "max_tokens": 3}
+
+
+def in_background(server: ServerProcess, body: dict[str, object]) -> tuple[threading.Thread, list[Answer]]:
+    answers: list[Answer] = []
+    thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
+    thread.start()
+    return thread, answers
+
+
+def num_running(server: ServerProcess) -> int:
+    return int(server.get("/v1/stats").json["num_running"])
+
+
+def test_a_completion_streams_through_both_processes(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path) as server:
+        events = server.events("/v1/completions", GOOD)
+    assert events[-1] == "[DONE]"
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "abcabcabc"
+    assert [event["choices"][0]["finish_reason"] for event in events[:-1]][-1] == "length"
+
+
+def test_a_killed_engine_fails_what_runs_and_ends_the_server(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, "--interval", "0.01") as server:
+        thread, answers = in_background(server, GOOD | {"max_tokens": 4000})
+        server.wait_until(lambda: num_running(server) == 1, 10)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        start = time.monotonic()
+        thread.join()
+        assert time.monotonic() - start < SOON_S
+        assert answers[0].status == 503
+        assert "engine process" in answers[0].json["error"]["message"]
+        code, _ = server.wait(10)
+        assert code == 3
+
+
+def test_an_engine_that_dies_in_a_stream_cuts_it_with_an_error(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path) as server:
+        events = server.events("/v1/completions", GOOD | {"prompt": "die_after=2", "max_tokens": 10})
+    assert events[-1]["error"]["type"] == "server_error"
+    # What the engine had not sent yet is lost; nothing else is added, and no choice seems to have ended.
+    assert "abcabc".startswith("".join(event["choices"][0]["text"] for event in events[:-1]))
+    assert {event["choices"][0]["finish_reason"] for event in events[:-1]} <= {None}
+
+
+def test_the_engine_ends_when_the_http_process_is_killed(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path) as server:
+        engine = server.engine_pid
+        server.signal(signal.SIGKILL)
+        server.wait(10)
+        server.wait_until(lambda: not process_exists(engine), SOON_S)
+
+
+def test_health_turns_when_the_engine_makes_no_progress_and_back_when_it_does(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, stall_s=0.4) as server:
+        thread, answers = in_background(server, GOOD | {"prompt": "stall_after=1 stall_s=1.5"})
+        server.wait_until(lambda: server.get("/health").status == 503, 10)
+        assert "no progress" in server.get("/health").json["reason"]
+        assert server.get("/live").status == 200
+        thread.join()
+        assert answers[0].status == 200
+        assert server.get("/health").status == 200
+
+
+def test_health_turns_when_the_engine_process_falls_silent(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, stall_s=0.5) as server:
+        engine = server.engine_pid
+        os.kill(engine, signal.SIGSTOP)
+        server.wait_until(lambda: server.get("/health").status == 503, 10)
+        assert "not been heard of" in server.get("/health").json["reason"]
+        os.kill(engine, signal.SIGCONT)
+        server.wait_until(lambda: server.get("/health").status == 200, 10)
+
+
+def test_an_idle_engine_stays_healthy(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, stall_s=0.3) as server:
+        time.sleep(0.7)
+        assert server.get("/health").status == 200
+
+
+def test_while_the_model_is_loaded_the_server_lives_but_is_not_ready(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, "--load-seconds", "1", wait_ready=False) as server:
+        assert server.get("/live").status == 200
+        assert server.get("/health").status == 503
+        refused = server.post("/v1/completions", GOOD)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        server.wait_until(lambda: server.get("/health").status == 200, 30)
+        assert server.post("/v1/completions", GOOD).status == 200
+
+
+def test_an_engine_that_cannot_be_built_ends_the_server_with_its_reason(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, "--refuse-to-load", wait_ready=False) as server:
+        code, errors = server.wait(20)
+    assert code != 0
+    assert "is not a model" in errors
+
+
+def test_sigterm_lets_running_requests_end_and_takes_no_more(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, "--interval", "0.05", shutdown_grace_s=20) as server:
+        engine = server.engine_pid
+        thread, answers = in_background(server, GOOD | {"max_tokens": 20})
+        server.wait_until(lambda: num_running(server) == 1, 10)
+        server.signal(signal.SIGTERM)
+        thread.join()
+        assert answers[0].status == 200
+        assert answers[0].json["usage"]["completion_tokens"] == 20
+        assert server.wait(10)[0] == 0
+        assert not process_exists(engine)
+        with pytest.raises(ConnectionRefusedError):
+            server.get("/live")
+
+
+def test_sigterm_aborts_what_outlasts_the_grace(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, "--interval", "0.05", shutdown_grace_s=0.3) as server:
+        thread, answers = in_background(server, GOOD | {"max_tokens": 4000})
+        server.wait_until(lambda: num_running(server) == 1, 10)
+        server.signal(signal.SIGTERM)
+        thread.join()
+        assert answers[0].status == 503
+        assert "shutting down" in answers[0].json["error"]["message"]
+        assert server.wait(10)[0] == 0
+
+
+def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, "--interval", "0.05", shutdown_grace_s=100) as server:
+        engine = server.engine_pid
+        thread, _ = in_background_ignoring_its_end(server)
+        server.wait_until(lambda: num_running(server) == 1, 10)
+        server.signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert not server.has_ended()
+        server.signal(signal.SIGINT)
+        assert server.wait(10)[0] == 0
+        thread.join()
+        assert not process_exists(engine)
+
+
+def in_background_ignoring_its_end(server: ServerProcess) -> tuple[threading.Thread, list[Exception]]:
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            server.post("/v1/completions", GOOD | {"max_tokens": 4000})
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors

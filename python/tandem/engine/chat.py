@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -101,7 +102,8 @@ class ChatTemplate:
                 **self._special_tokens,
                 **variables,
             )
-        except jinja2.TemplateError as error:
+        # Beside its own errors a template may raise those of what it does with a conversation's values.
+        except (jinja2.TemplateError, TypeError, KeyError, ArithmeticError) as error:
             raise InvalidChatError(f"the chat template failed: {error}") from error
 
     @cached_property
@@ -111,14 +113,22 @@ class ChatTemplate:
         def refuse(message: str) -> None:
             raise InvalidChatError(message)
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = refuse
+        environment.filters["tojson"] = _to_json
         assert self._source is not None
         return environment.from_string(self._source)
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of `render`."""
         return tokenizer.encode(self.render(messages, **options))
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """The filter that chat templates are written for, as transformers has it: without HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _check(messages: Sequence[Message]) -> None:

@@ -63,3 +63,23 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
 def test_the_built_in_layout_refuses_variables_it_does_not_know() -> None:
     with pytest.raises(InvalidChatError, match="colour"):
         ChatTemplate().render(TURNS, colour="red")
+
+
+def test_json_in_a_template_is_plain() -> None:
+    template = ChatTemplate(
+        "{{ messages[0].content | tojson }}{{ messages[0] | tojson(ensure_ascii=True, indent=None) }}"
+    )
+    assert template.render([{"role": "user", "content": "<é>"}]) == (
+        '"<é>"' + '{"role": "user", "content": "<\\u00e9>"}'
+    )
+
+
+def test_a_template_that_fails_on_a_conversation_refuses_it() -> None:
+    with pytest.raises(InvalidChatError, match="failed"):
+        ChatTemplate("{{ messages[0].content + 1 }}").render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(("source", "takes"), [("{{ tools }}", True), ("{{ messages }}", False), (None, False)])
+def test_a_template_tells_whether_it_takes_a_variable(source: str | None, takes: bool) -> None:
+    assert ChatTemplate(source).takes("tools") is takes
+    assert ChatTemplate(source).takes("messages") is (source != "{{ tools }}")

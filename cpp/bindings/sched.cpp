@@ -255,12 +255,7 @@ void bind_plan(nb::module_& m) {
   plan.def_prop_ro("step_id", [](const PlanHandle& self) { return self.step_id.value(); })
       .def_prop_ro("num_rows", [](const PlanHandle& self) { return self.get().num_rows(); })
       .def_prop_ro("num_sampling_rows", [](const PlanHandle& self) { return self.get().num_sampling_rows(); })
-      .def_prop_ro(
-          "num_tokens", [](const PlanHandle& self) { return self.get().num_tokens(); }, "Sum of query_len.")
-      .def_prop_ro(
-          "propose_drafts", [](const PlanHandle& self) { return self.get().propose_drafts(); },
-          "Whether sampling rows should propose drafts for their next rows. False: the drafter's single steps "
-          "may be left out, its extend pass may not.");
+      .def_prop_ro("num_tokens", [](const PlanHandle& self) { return self.get().num_tokens(); }, "Sum of query_len.");
   bind_rows(plan, "seq_id", &StepPlan::seq_id, "int64 [R].");
   bind_rows(plan, "epoch", &StepPlan::epoch, "int32 [R]. Goes up whenever the sequence loses its seat.");
   bind_rows(plan, "seat", &StepPlan::seat, "int32 [R]. Index of the sequence in the device vectors.");
@@ -274,6 +269,9 @@ void bind_plan(nb::module_& m) {
   bind_rows(plan, "num_drafts", &StepPlan::num_drafts, "int32 [R]. Drafts verified by a decode row.");
   bind_rows(plan, "max_length", &StepPlan::max_length, "int32 [R]. No index >= max_length is touched.");
   bind_rows(plan, "samples", &StepPlan::samples, "uint8 [R]. 1: the row has a place in StepResult.");
+  bind_rows(plan, "proposes", &StepPlan::proposes,
+            "uint8 [R]. 1: the row is to propose drafts, which its next row verifies. The drafter's single steps may "
+            "leave the others out, its extend pass may not.");
   bind_rows(plan, "fresh", &StepPlan::fresh,
             "uint8 [R]. 1: first row on this seat; its device state starts from first_index and the known tokens.");
   bind_rows(plan, "token_offsets", &StepPlan::token_offsets, "int32 [R+1]. Where each row's token_ids begin.");

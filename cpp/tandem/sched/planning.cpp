@@ -40,10 +40,11 @@ const StepPlan* Scheduler::plan() {
   }
 
   prefill_gap_ = prefill_waits && !prefill_served_ ? prefill_gap_ + 1 : 0;
-  plan.propose_drafts_ = config_.draft_len > 0 && plan.num_sampling_rows() <= config_.max_speculating_rows;
-  if (!plan.propose_drafts_) {
-    for (Sequence* each : plan.sequences_) {
-      each->has_drafts = false;
+  if (config_.draft_len > 0 && plan.num_sampling_rows() <= config_.max_speculating_rows) {
+    for (std::size_t row = 0; row < plan.sequences_.size(); ++row) {
+      Sequence& sequence = *plan.sequences_[row];
+      sequence.has_drafts = plan.samples_[row] != 0 && sequence.speculate;
+      plan.proposes_[row] = sequence.has_drafts ? 1 : 0;
     }
   }
   ++counters_.num_planned_steps;
@@ -68,7 +69,7 @@ void Scheduler::mark_planned(const StepPlan& plan, Sequence& sequence, bool samp
   sequence.last_step = plan.step_id();
   ++sequence.num_rows_in_flight;
   sequence.num_samples_in_flight += samples ? 1 : 0;
-  sequence.has_drafts = samples;  // taken back where the step turns out not to propose any
+  sequence.has_drafts = false;  // until the step turns out to propose some
   sequence.fresh = false;
 }
 

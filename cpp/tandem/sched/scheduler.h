@@ -121,7 +121,7 @@ class Scheduler {
   void add_decode_row(StepPlan& plan, Sequence& sequence, std::int32_t num_drafts);
   void mark_planned(const StepPlan& plan, Sequence& sequence, bool samples);
   [[nodiscard]] std::int32_t num_drafts_of(const Sequence& sequence, bool speculating) const {
-    return speculating && sequence.speculate && sequence.has_drafts ? config_.draft_len : 0;
+    return speculating && sequence.has_drafts ? config_.draft_len : 0;
   }
   [[nodiscard]] bool can_decode(const StepPlan& plan, const Sequence& sequence) const;
   [[nodiscard]] bool can_prefill(const StepPlan& plan, const Sequence& sequence) const;

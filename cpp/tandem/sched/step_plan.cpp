@@ -42,6 +42,7 @@ StepPlan::StepPlan(const Limits& limits) : limits_(limits) {
     arena.take(token_ids_, limits.max_token_ids);
     arena.take(table_changes_, limits.max_table_changes);
     arena.take(samples_, num_rows);
+    arena.take(proposes_, num_rows);
     arena.take(fresh_, num_rows);
     return arena.used();
   };
@@ -58,7 +59,6 @@ void StepPlan::begin(StepId step_id) {
   num_tokens_ = 0;
   num_token_ids_ = 0;
   num_table_changes_ = 0;
-  propose_drafts_ = false;
   token_offsets_[0] = 0;
   sequences_.clear();
 }

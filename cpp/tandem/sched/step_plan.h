@@ -35,6 +35,9 @@ class Scheduler;
 //   max_length   limit of the sequence in tokens: no index >= max_length is touched. first_index may equal it, in a row
 //                that turns out to lie behind its sequence's end
 //   samples      1: the row yields tokens and has a place in StepResult: decode rows and the last chunk of a prompt
+//   proposes     1: the row is to propose drafts, which its next row verifies. 0 in all rows where too many run for
+//                drafting to pay, and in rows of requests that do not speculate: their next num_drafts is then 0. The
+//                drafter's single steps may leave such rows out; its extend pass may not
 //   fresh        1: first row on this seat. Its device state is to be initialised: length = first_index, and what
 //                sampling needs is rebuilt from the known tokens
 //
@@ -66,10 +69,6 @@ class StepPlan {
   [[nodiscard]] std::int32_t num_rows() const { return num_rows_; }
   [[nodiscard]] std::int32_t num_sampling_rows() const { return num_sampling_rows_; }
   [[nodiscard]] std::int32_t num_tokens() const { return num_tokens_; }  // sum of query_len
-  // Whether the step's sampling rows should propose drafts for their next rows. False where too many rows run for
-  // drafting to pay: the rows' next num_drafts are then 0, so the drafter's single steps may be left out; its extend
-  // pass may not.
-  [[nodiscard]] bool propose_drafts() const { return propose_drafts_; }
 
   [[nodiscard]] std::span<const std::int64_t> seq_id() const { return rows(seq_id_); }
   [[nodiscard]] std::span<const std::int32_t> epoch() const { return rows(epoch_); }
@@ -81,6 +80,7 @@ class StepPlan {
   [[nodiscard]] std::span<const std::int32_t> num_drafts() const { return rows(num_drafts_); }
   [[nodiscard]] std::span<const std::int32_t> max_length() const { return rows(max_length_); }
   [[nodiscard]] std::span<const std::uint8_t> samples() const { return rows(samples_); }
+  [[nodiscard]] std::span<const std::uint8_t> proposes() const { return rows(proposes_); }
   [[nodiscard]] std::span<const std::uint8_t> fresh() const { return rows(fresh_); }
   [[nodiscard]] std::span<const std::int32_t> token_offsets() const {
     return {token_offsets_, static_cast<std::size_t>(num_rows_) + 1};
@@ -116,6 +116,7 @@ class StepPlan {
     num_drafts_[r] = num_drafts;
     max_length_[r] = sequence.max_length;
     samples_[r] = samples ? 1 : 0;
+    proposes_[r] = 0;
     fresh_[r] = sequence.fresh ? 1 : 0;
     token_offsets_[r + 1] = num_token_ids_;
     sequences_.push_back(&sequence);
@@ -139,7 +140,6 @@ class StepPlan {
   std::int32_t num_tokens_ = 0;
   std::int32_t num_token_ids_ = 0;
   std::int32_t num_table_changes_ = 0;
-  bool propose_drafts_ = false;
 
   std::unique_ptr<std::byte[]> block_;
   std::int64_t* seq_id_ = nullptr;
@@ -155,6 +155,7 @@ class StepPlan {
   TokenId* token_ids_ = nullptr;
   TableChange* table_changes_ = nullptr;
   std::uint8_t* samples_ = nullptr;
+  std::uint8_t* proposes_ = nullptr;
   std::uint8_t* fresh_ = nullptr;
 
   std::vector<Sequence*> sequences_;  // by row

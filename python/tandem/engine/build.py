@@ -42,6 +42,7 @@ BackendName = Literal["cpu", "reference"]
 
 DEFAULT_DRAFT_LEN = 3
 MAX_DRAFT_LEN = 7
+DEFAULT_MAX_SPECULATING_ROWS = 8
 
 _DTYPES = {
     "float32": (torch.float32, layout.ElementType.FP32),
@@ -68,6 +69,7 @@ class EngineOptions:
     backend: BackendName = "cpu"
     seed: int | None = None
     overlap: bool = True
+    max_speculating_rows: int | None = None
     poison_pool: bool = False
     wrap_attention: Callable[[AttentionBackend], AttentionBackend] | None = None
 
@@ -80,8 +82,15 @@ class EngineOptions:
             raise InvalidParameterError("num_threads", self.num_threads, "an integer >= 1")
         most_drafts = 0 if self.drafter is None else MAX_DRAFT_LEN
         if self.sizes.draft_len not in range(most_drafts + 1):
-            allowed = "0 without a drafter" if self.drafter is None else f"an integer from 0 to {MAX_DRAFT_LEN}"
+            allowed = (
+                "0 without a drafter"
+                if self.drafter is None
+                else f"an integer from 0 to {MAX_DRAFT_LEN} (one line of drafts, no tree)"
+            )
             raise InvalidParameterError("draft_len", self.sizes.draft_len, allowed)
+        rows = self.max_speculating_rows
+        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or not 0 <= rows < 2**31):
+            raise InvalidParameterError("max_speculating_rows", rows, "an integer of at least 0")
 
     @property
     def model_path(self) -> Path:
@@ -192,6 +201,9 @@ def _scheduler_config(limits: Limits, options: EngineOptions) -> sched.Scheduler
         draft_len=limits.max_draft_len,
         has_drafter=options.drafter is not None,
         overlap=options.overlap,
+        max_speculating_rows=DEFAULT_MAX_SPECULATING_ROWS
+        if options.max_speculating_rows is None
+        else options.max_speculating_rows,
         enable_prefix_cache=options.enable_prefix_cache,
     )
 

@@ -67,6 +67,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     engine = parser.add_argument_group("engine")
     add_drafter_option(engine)
     engine.add_argument("--draft-len", type=int, help="tokens proposed per step, 0 to 7 (default 3 with a drafter)")
+    engine.add_argument(
+        "--max-speculating-rows", type=int, metavar="N", help="propose nothing while more than N sequences decode"
+    )
     engine.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
     engine.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="by default that of --dtype")
     engine.add_argument("--kv-cache-bytes", type=int, help="size of the page pool")
@@ -105,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model,
         drafter=drafter_of(arguments),
         draft_len=arguments.draft_len,
+        max_speculating_rows=arguments.max_speculating_rows,
         dtype=arguments.dtype,
         kv_dtype=arguments.kv_dtype,
         kv_cache_bytes=arguments.kv_cache_bytes,

@@ -285,6 +285,7 @@ class Engine:
             max_tokens=request.max_tokens,
             priority=params.priority,
             salt=_salt(request),
+            speculate=params.speculate,
         )
         try:
             request.seq_id = self._scheduler.submit(spec)

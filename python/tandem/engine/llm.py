@@ -52,6 +52,8 @@ class LLM:
             with and without. ``auto`` takes the folder ``eagle3`` inside the model's, where there is one; None proposes
             nothing.
         draft_len: tokens proposed per step and sequence, 0 to 7; by default 3 with a drafter.
+        max_speculating_rows: with more sequences than this decoding at once, a step verifies and proposes no drafts,
+            since it has enough tokens without them.
         dtype: type of weights and activations, ``float32`` or ``bfloat16``. Norms and routers are always fp32.
         kv_dtype: type of the cached keys and values; that of ``dtype`` by default.
         kv_cache_bytes: size of the page pool. By default half of the memory that is really free (control groups are
@@ -81,6 +83,7 @@ class LLM:
         *,
         drafter: str | Path | None = "auto",
         draft_len: int | None = None,
+        max_speculating_rows: int | None = None,
         dtype: DtypeName = "float32",
         kv_dtype: DtypeName | None = None,
         kv_cache_bytes: int | None = None,
@@ -110,6 +113,7 @@ class LLM:
             backend=backend,
             seed=seed,
             overlap=overlap,
+            max_speculating_rows=max_speculating_rows,
             poison_pool=poison_pool,
             wrap_attention=wrap_attention,
         )

@@ -50,6 +50,8 @@ class SamplingParams:
         skip_special_tokens: Leave control tokens out of the text. The tags around a reply's reasoning are text.
         grammar: What the text must follow, if anything. Its end ends the request, with ``ignore_eos`` too.
         priority: Lower runs first; equal priorities in order of arrival.
+        speculate: Without it no drafts are proposed for this request, where the engine has a drafter. Its text is the
+            same either way.
         cache_salt: Prefix-cache namespace: pages are shared only between requests of the same salt.
     """
 
@@ -74,6 +76,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
     priority: int = 0
+    speculate: bool = True
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
@@ -103,7 +106,7 @@ class SamplingParams:
             if self.min_tokens > self.max_tokens:
                 raise InvalidParameterError("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         _integer("priority", self.priority, -(2**31), 2**31 - 1, "an integer of 32 bits")
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "speculate"):
             flag = self.__dict__[name]
             if not isinstance(flag, bool):
                 raise InvalidParameterError(name, flag, "True or False")

@@ -154,7 +154,6 @@ class ModelRunner:
         self._seats = SamplingSeats(limits.max_seats, vocab_size, state.device)
         self._draft_worker = draft_worker
         self._captured_layers = () if draft_worker is None else draft_worker.captured_layers
-        self._draft_len = limits.max_draft_len
         self._before_step = before_step
         self._iota = np.arange(limits.max_tokens + 1, dtype=np.int64)
         self.vocab_size = vocab_size
@@ -246,8 +245,9 @@ class ModelRunner:
         advance(self._state, meta, verified.newest, verified.num_accepted if verifies else None)
         end = time.perf_counter()
         if self._draft_worker is not None:
-            draft_len = self._draft_len if step.plan.propose_drafts else 0
-            drafts = self._draft_worker.run(meta, tokens, verified, captured, draft_len)
+            proposes = step.plan.proposes[step.sampling_rows]
+            proposing = None if proposes.all() else torch.from_numpy(np.flatnonzero(proposes)).to(tokens.device)
+            drafts = self._draft_worker.run(meta, tokens, verified, captured, proposing)
             store_drafts(self._state, meta, drafts)
         drafted = time.perf_counter()
         if (overrun := int(meta.overrun)) > 0:

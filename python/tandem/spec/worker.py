@@ -56,7 +56,12 @@ class DraftWorker:
         return self._drafter.aux_layers
 
     def run(
-        self, meta: StepMetadata, sampled: Tensor, verified: Verified, captured: Sequence[Tensor], draft_len: int
+        self,
+        meta: StepMetadata,
+        sampled: Tensor,
+        verified: Verified,
+        captured: Sequence[Tensor],
+        proposing: Tensor | None = None,
     ) -> Tensor:
         """Write the draft entries of all tokens of a step and return new drafts, int32 [N, K], -1 where there is none.
 
@@ -65,29 +70,37 @@ class DraftWorker:
             sampled: int32 [L], the token decided at each of `meta.logit_token`; empty where no row samples.
             verified: what became of the drafts that the step was fed.
             captured: the target's states of the step's tokens, each [T, H].
-            draft_len: drafts to propose in this step, 0 to K; with 0 only the extend pass runs.
+            proposing: int64 [P], the sampling rows to propose drafts for; all of them if None. Where it is empty, only
+                the extend pass runs.
         """
-        if not 0 <= draft_len <= self._max_draft_len:
-            raise ValueError(f"draft_len is {draft_len}, allowed are 0 to {self._max_draft_len}")
         token_ids = extend_token_ids(meta, sampled)
         slots = extend_slots(meta)
         output = self._drafter.forward(token_ids, self._drafter.first_hidden(captured), slots, self._attention)
-        drafts = torch.full(
-            (meta.num_samples, self._max_draft_len), -1, dtype=torch.int32, device=meta.token_seat.device
-        )
-        if draft_len == 0 or meta.num_samples == 0:
+        place, seat, row = verified.place, meta.sample_seat, meta.sample_row
+        if proposing is not None:
+            place, seat, row = (each.index_select(0, proposing) for each in (place, seat, row))
+        drafts = torch.full((len(place), self._max_draft_len), -1, dtype=torch.int32, device=place.device)
+        if drafts.numel() > 0:
+            self._propose(drafts, meta, seat, row, place, output)
+        if proposing is None:
             return drafts
-        carried, normed = (rows.index_select(0, verified.place) for rows in output)
+        every = torch.full((meta.num_samples, self._max_draft_len), -1, dtype=torch.int32, device=place.device)
+        return every.index_copy_(0, proposing, drafts)
+
+    def _propose(
+        self, drafts: Tensor, meta: StepMetadata, seat: Tensor, row: Tensor, place: Tensor, output: DraftOutput
+    ) -> None:
+        """Fill `drafts` int32 [P, K] for the rows int32 [P] of these seats, whose newest tokens `place` has decided."""
+        carried, normed = (rows.index_select(0, place) for rows in output)
         # One past the index of the last accepted token, which is the newest token's; 0 where it lies beyond the limit.
-        newest_index = meta.kv_len.index_select(0, verified.place)
-        max_length = meta.row_max_length.index_select(0, meta.sample_row)
-        for step in range(1, draft_len + 1):
+        newest_index = meta.kv_len.index_select(0, place)
+        max_length = meta.row_max_length.index_select(0, row)
+        for step in range(1, self._max_draft_len + 1):
             draft = self._drafter.propose(normed)
-            slots, inside = single_slots(meta.sample_seat, newest_index, max_length, step)
+            slots, inside = single_slots(seat, newest_index, max_length, step)
             drafts[:, step - 1] = torch.where(inside, draft, -1)
-            if step < draft_len:
+            if step < self._max_draft_len:
                 carried, normed = self._drafter.forward(draft, carried, slots, self._attention)
-        return drafts
 
 
 def store_drafts(state: SeatState, meta: StepMetadata, drafts: Tensor) -> None:

@@ -138,6 +138,8 @@ TEST(Decode, ARequestWithSpeculationOffHasNoDraftsAmongRowsThatHave) {
   EXPECT_EQ(plan.num_drafts[plan.row_of(on).value()], 3);
   EXPECT_EQ(plan.num_drafts[plan.row_of(off).value()], 0);
   EXPECT_EQ(plan.query_len[plan.row_of(off).value()], 1);
+  EXPECT_EQ(plan.proposes[plan.row_of(on).value()], 1);
+  EXPECT_EQ(plan.proposes[plan.row_of(off).value()], 0);
   harness.run();
 }
 
@@ -151,11 +153,11 @@ TEST(Decode, StopsDraftingWhileManyRowsRunAndResumesOneStepAfterTheyAreFew) {
   harness.step();
   ASSERT_TRUE(harness.plan());
   EXPECT_THAT(harness.last_plan().num_drafts, Each(2));
-  EXPECT_TRUE(harness.last_plan().propose_drafts);
+  EXPECT_THAT(harness.last_plan().proposes, Each(1));
   harness.deliver();
   const SeqId third = harness.submit(make_prompt(5, 2), 40);
   ASSERT_TRUE(harness.plan());
-  EXPECT_FALSE(harness.last_plan().propose_drafts);
+  EXPECT_THAT(harness.last_plan().proposes, Each(0));
   harness.deliver();
   ASSERT_TRUE(harness.plan());
   EXPECT_EQ(harness.last_plan().num_rows(), 3);
@@ -164,7 +166,7 @@ TEST(Decode, StopsDraftingWhileManyRowsRunAndResumesOneStepAfterTheyAreFew) {
   harness.abort(third);
   ASSERT_TRUE(harness.plan());
   EXPECT_THAT(harness.last_plan().num_drafts, Each(0));
-  EXPECT_TRUE(harness.last_plan().propose_drafts);
+  EXPECT_THAT(harness.last_plan().proposes, Each(1));
   harness.deliver();
   ASSERT_TRUE(harness.plan());
   EXPECT_THAT(harness.last_plan().num_drafts, Each(2));

@@ -252,7 +252,7 @@ class FakeEngine {
       return {};
     }
     seat.last_token = text.token(end);
-    propose(plan, seat, writer, text);
+    propose(plan.proposes()[row] != 0, seat, writer, text);
     return {seat.last_token};
   }
 
@@ -296,15 +296,15 @@ class FakeEngine {
     }
     seat.length = length;
     seat.last_token = tokens.back();
-    propose(plan, seat, writer, text);
+    propose(plan.proposes()[row] != 0, seat, writer, text);
     return tokens;
   }
 
   // The drafter's single steps: draft i + 1 is at index length + 1 + i, and all but the last are consumed and written.
-  void propose(const StepPlan& plan, Seat& seat, const Writer& writer, Text& text) {
+  void propose(bool proposes, Seat& seat, const Writer& writer, Text& text) {
     const std::int32_t num_drafts = config_.draft_len;
     seat.drafts.assign(static_cast<std::size_t>(num_drafts), -1);
-    if (!plan.propose_drafts()) {
+    if (!proposes) {
       return;
     }
     const std::int32_t num_right = num_right_drafts_ >= 0

@@ -21,13 +21,12 @@ struct PlanCopy {
   StepId step_id;
   std::vector<std::int64_t> seq_id;
   std::vector<std::int32_t> epoch, seat, kind, first_index, query_len, write_from, num_drafts, max_length;
-  std::vector<std::uint8_t> samples, fresh;
+  std::vector<std::uint8_t> samples, proposes, fresh;
   std::vector<std::int32_t> token_offsets;
   std::vector<TokenId> token_ids;
   std::vector<std::int32_t> table_changes;  // flat
-  bool propose_drafts = false;
 
-  explicit PlanCopy(const StepPlan& plan) : step_id(plan.step_id()), propose_drafts(plan.propose_drafts()) {
+  explicit PlanCopy(const StepPlan& plan) : step_id(plan.step_id()) {
     const auto copy = [](const auto& from, auto& to) { to.assign(from.begin(), from.end()); };
     copy(plan.seq_id(), seq_id);
     copy(plan.epoch(), epoch);
@@ -39,6 +38,7 @@ struct PlanCopy {
     copy(plan.num_drafts(), num_drafts);
     copy(plan.max_length(), max_length);
     copy(plan.samples(), samples);
+    copy(plan.proposes(), proposes);
     copy(plan.fresh(), fresh);
     copy(plan.token_offsets(), token_offsets);
     copy(plan.token_ids(), token_ids);

@@ -41,6 +41,7 @@ ROW_ARRAYS = {
     "num_drafts": np.int32,
     "max_length": np.int32,
     "samples": np.uint8,
+    "proposes": np.uint8,
     "fresh": np.uint8,
 }
 
@@ -51,7 +52,7 @@ def test_a_plan_shows_its_rows_as_read_only_arrays_of_the_stated_types():
         scheduler.submit(spec(length))
     plan = scheduler.plan()
     assert (plan.step_id, plan.num_rows, plan.num_sampling_rows, plan.num_tokens) == (0, 2, 2, 11)
-    assert plan.propose_drafts
+    assert plan.proposes.tolist() == [1, 1]
     for name, dtype in ROW_ARRAYS.items():
         array = getattr(plan, name)
         assert array.dtype == dtype
@@ -96,7 +97,7 @@ def test_a_plan_is_refused_once_its_step_is_over(end):
     else:
         scheduler.fail(0)
     assert plan.step_id == 0
-    for name in (*ROW_ARRAYS, "token_ids", "token_offsets", "table_changes", "num_rows", "propose_drafts"):
+    for name in (*ROW_ARRAYS, "token_ids", "token_offsets", "table_changes", "num_rows"):
         with pytest.raises(InvalidArgument, match="step 0 has completed"):
             getattr(plan, name)
 

@@ -139,8 +139,14 @@ class ScriptedWorker(DraftWorker):
         self.num_drafted = 0
 
     def run(
-        self, meta: StepMetadata, sampled: Tensor, verified: Verified, captured: Sequence[Tensor], draft_len: int
+        self,
+        meta: StepMetadata,
+        sampled: Tensor,
+        verified: Verified,
+        captured: Sequence[Tensor],
+        proposing: Tensor | None = None,
     ) -> Tensor:
+        rows = range(meta.num_samples) if proposing is None else proposing.tolist()
         cache = self._cache
         slots = extend_slots(meta)
         ids = extend_token_ids(meta, sampled).tolist()
@@ -156,15 +162,17 @@ class ScriptedWorker(DraftWorker):
                 text = [*cache.read(cache.target, seat, 0, newest), int(verified.newest[row])]
                 assert list(cache.read(cache.draft, seat, 1, newest + 1)) == text[1:]
                 known[row] = text
-        for step in range(1, draft_len + 1):
+        for step in range(1, self._draft_len + 1):
             single, inside = single_slots(meta.sample_seat, newest_index, max_length, step)
-            for row in inside.nonzero().flatten().tolist():
+            for row in rows:
+                if not inside[row]:
+                    continue
                 text = known[row]
                 right = text[0] + len(text) * 7 & 3
                 token = (self._next_token(tuple(text)) + (step > right)) % VOCAB_SIZE
                 text.append(token)
                 drafts[row, step - 1] = token
-                if step < draft_len:
+                if step < self._draft_len:
                     cache.put(cache.draft, int(single.token_seat[row]), int(single.write_index[row]), token)
                 self.num_drafted += 1
         return drafts

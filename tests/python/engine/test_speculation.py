@@ -80,12 +80,17 @@ class ScriptedWorker(DraftWorker):
         self._script = itertools.cycle(script)
 
     def run(
-        self, meta: StepMetadata, sampled: Tensor, verified: Verified, captured: Sequence[Tensor], draft_len: int
+        self,
+        meta: StepMetadata,
+        sampled: Tensor,
+        verified: Verified,
+        captured: Sequence[Tensor],
+        proposing: Tensor | None = None,
     ) -> Tensor:
-        drafts = super().run(meta, sampled, verified, captured, draft_len)
+        drafts = super().run(meta, sampled, verified, captured, proposing)
         for row, newest in enumerate(meta.kv_len[verified.place].tolist()):
             right = next(self._script)
-            for step in range(draft_len):
+            for step in range(drafts.shape[1]):
                 index = newest + 1 + step
                 if index < len(self._text):
                     drafts[row, step] = (self._text[index] + (step >= right)) % VOCAB_SIZE

@@ -14,6 +14,7 @@ from tandem.engine.outputs import RequestOutput
 from tandem.engine.params import SamplingParams
 from tandem.engine.poison import PoolPoison
 from tandem.engine.runner import ModelRunner
+from tandem.engine.tokenizer import Tokenizer
 from tandem.models import CpuOps, MiniMaxM3, MiniMaxM3Config, attention_geometry, eagle3, load_model, tile_specs
 from tandem.msa import AttentionBackend, CpuBackend, Limits, SeatState
 from tandem.spec import Drafter, DraftWorker
@@ -45,6 +46,7 @@ class Variation:
     max_seats: int = 8
     overlap: bool = False
     enable_prefix_cache: bool = True
+    max_speculating_rows: int = 2**31 - 1
     poison: bool = True
 
 
@@ -89,6 +91,7 @@ def make_rig(
     variation: Variation,
     kv_type: layout.ElementType = layout.ElementType.FP32,
     speculation: Speculation | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> TinyRig:
     config = model.config
     draft_len = 0 if speculation is None else speculation.draft_len
@@ -123,6 +126,7 @@ def make_rig(
             overlap=variation.overlap,
             enable_prefix_cache=variation.enable_prefix_cache,
             watermark_pages=0,
+            max_speculating_rows=variation.max_speculating_rows,
         )
     )
     runner = ModelRunner(
@@ -135,4 +139,5 @@ def make_rig(
         draft_worker=speculation and speculation.make_worker(speculation.drafter, attention, draft_len),
         before_step=PoolPoison(pool, cache_layout.slot_bytes, config.block_size) if variation.poison else None,
     )
-    return TinyRig(Engine(scheduler, runner), scheduler, pool)
+    end_ids = () if tokenizer is None else tokenizer.end_ids
+    return TinyRig(Engine(scheduler, runner, end_ids=end_ids, tokenizer=tokenizer), scheduler, pool)

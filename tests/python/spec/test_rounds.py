@@ -166,7 +166,7 @@ def test_rows_of_every_kind_in_one_padded_step_get_the_drafts_they_get_alone(
     def worlds() -> World:
         world = world_of(pair, 3, seats=3)
         world.prefill(0, prompts[0])
-        world.step([context(1, 0, prompts[1][:21], fresh=True, samples=False, **limit)], 0)
+        world.step([context(1, 0, prompts[1][:21], fresh=True, samples=False, **limit)], [])
         return world
 
     rows = [
@@ -190,11 +190,11 @@ def test_rows_that_are_not_drafted_for_still_write_their_draft_entries(pair_of: 
     prompt = prompt_of(py_rng, 30)
     off, on = world_of(pair, 3), world_of(pair, 3)
     length = {"max_length": 112}
-    for world, draft_len in ((off, 0), (on, 3)):
-        world.step([context(0, 0, [*prompt, -1], fresh=True, **length)], draft_len)
+    for world, proposing in ((off, []), (on, [0])):
+        world.step([context(0, 0, [*prompt, -1], fresh=True, **length)], proposing)
     assert off.state.drafts[0].tolist() == [-1, -1, -1]
-    off.step([decode(0, 30, 0, **length)], 0)
-    on.step([decode(0, 30, 0, **length)], 3)
+    off.step([decode(0, 30, 0, **length)], [])
+    on.step([decode(0, 30, 0, **length)], [0])
     assert torch.equal(off.draft_entries(0, 1, 32), on.draft_entries(0, 1, 32))
 
 
@@ -215,17 +215,18 @@ def test_verification_and_drafting_bring_no_value_to_the_host(
     outcomes = []
     run = world.worker.run
 
-    def watched(meta: StepMetadata, sampled: Tensor, _: object, captured: list[Tensor], draft_len: int) -> Tensor:
+    def watched(meta: StepMetadata, sampled: Tensor, _: object, captured: list[Tensor], proposing: Tensor) -> Tensor:
         with OnDevice():
             again = verify(meta, sampled, fed)
-            drafts = run(meta, sampled, again, captured, draft_len)
+            drafts = run(meta, sampled, again, captured, proposing)
             store_drafts(world.state, meta, drafts)
         outcomes.append(again.num_accepted.tolist())
         return drafts
 
     monkeypatch.setattr(world.worker, "run", watched)
     fed = world.state.drafts.clone()
-    world.step([decode(0, 30, 3, max_length=112), context(1, 0, [*prompt_of(py_rng, 9), -1], fresh=True)])
+    rows = [decode(0, 30, 3, max_length=112), context(1, 0, [*prompt_of(py_rng, 9), -1], fresh=True)]
+    world.step(rows, [0])
     assert len(outcomes[0]) == 2
     with pytest.raises(AssertionError, match="_local_scalar_dense"), OnDevice():
         int(world.state.length[0])
@@ -244,15 +245,25 @@ def test_where_nothing_is_ever_drafted_the_draft_layer_is_filled_all_the_same(
     assert torch.equal(none.draft_entries(0, 1, valid + 1), some.draft_entries(0, 1, valid + 1))
 
 
-def test_fewer_drafts_than_the_most_are_the_first_ones(pair_of: PairOf, py_rng: random.Random) -> None:
+def test_rows_that_do_not_propose_leave_the_drafts_of_those_that_do_as_they_were(
+    pair_of: PairOf, py_rng: random.Random
+) -> None:
     pair = pair_of(KINDS["3.1"])
-    prompt = prompt_of(py_rng, 30)
-    full, short = (world_of(pair, 3) for _ in range(2))
-    row = context(0, 0, [*prompt, -1], fresh=True, max_length=112)
-    every = full.step([row]).drafts[0].tolist()
-    assert short.step([row], 2).drafts[0].tolist() == [*every[:2], -1]
-    with pytest.raises(ValueError, match="draft_len is 4, allowed are 0 to 3"):
-        short.worker.run(short.meta, torch.empty(0), None, [], 4)  # type: ignore[arg-type]
+    prompts = [prompt_of(py_rng, length) for length in (30, 21, 37)]
+    rows = [context(seat, 0, [*prompt, -1], fresh=True, max_length=112) for seat, prompt in enumerate(prompts)]
+    drafts = world_of(pair, 3, seats=3).step(rows).drafts
+    for proposing in ([], [1], [0, 2], [0, 1, 2]):
+        world = world_of(pair, 3, seats=3)
+        some = world.step(rows, proposing).drafts
+        for seat in range(3):
+            expected = drafts[seat] if seat in proposing else torch.full((3,), -1)
+            assert torch.equal(some[seat], expected)
+            assert torch.equal(world.state.drafts[seat], expected)
+            known = len(prompts[seat]) + 1
+            assert torch.isfinite(world.draft_entries(seat, 1, known)).all()
+            # Single steps write the entries of all drafts but the last.
+            singles = world.draft_entries(seat, known, known + 2)
+            assert torch.isfinite(singles).all() if seat in proposing else torch.isnan(singles).all()
 
 
 def test_nothing_is_drafted_or_written_from_the_limit_of_a_sequence_on(pair_of: PairOf, py_rng: random.Random) -> None:

@@ -103,8 +103,8 @@ class World:
         order = np.random.default_rng(0).permutation(self.limits.num_slots)[: seats * pages].astype(np.int32)
         self.state.block_table[:seats] = torch.from_numpy(order).view(seats, pages)
 
-    def step(self, rows: Sequence[Row], draft_len: int | None = None, **padding: int) -> Outcome:
-        """Run the calls of one step in an engine's order; `draft_len` drafts are proposed, K by default."""
+    def step(self, rows: Sequence[Row], proposing: Sequence[int] | None = None, **padding: int) -> Outcome:
+        """Run the calls of one step in an engine's order; these sampling rows propose drafts, all by default."""
         derive(plan(*rows), self.state, self.meta, **padding)
         meta = self.meta
         hidden, captured = self.target.forward(meta.token_ids, meta, self.backend, self.drafter.aux_layers)
@@ -112,7 +112,7 @@ class World:
         sampled = self.decide(meta, logits)
         verified = verify(meta, sampled, self.state.drafts)
         advance(self.state, meta, verified.newest, verified.num_accepted)
-        wanted = self.draft_len if draft_len is None else draft_len
+        wanted = None if proposing is None else torch.tensor(proposing, dtype=torch.int64)
         drafts = self.worker.run(meta, sampled, verified, captured, wanted)
         store_drafts(self.state, meta, drafts)
         return Outcome(sampled, verified, drafts, captured)

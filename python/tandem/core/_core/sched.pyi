@@ -291,12 +291,6 @@ class StepPlan:
         """Sum of query_len."""
 
     @property
-    def propose_drafts(self) -> bool:
-        """
-        Whether sampling rows should propose drafts for their next rows. False: the drafter's single steps may be left out, its extend pass may not.
-        """
-
-    @property
     def seq_id(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,), writable=False)]:
         """int64 [R]."""
 
@@ -339,6 +333,12 @@ class StepPlan:
     @property
     def samples(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), writable=False)]:
         """uint8 [R]. 1: the row has a place in StepResult."""
+
+    @property
+    def proposes(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), writable=False)]:
+        """
+        uint8 [R]. 1: the row is to propose drafts, which its next row verifies. The drafter's single steps may leave the others out, its extend pass may not.
+        """
 
     @property
     def fresh(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), writable=False)]:

@@ -37,4 +37,5 @@ void bind_cpu(nb::module_& m) {
   tandem::cpu::bind_linears(m);
   tandem::cpu::bind_cache(m);
   tandem::cpu::bind_steps(m);
+  tandem::cpu::bind_tape(m);
 }

@@ -9,6 +9,7 @@
 #include "tandem/cpu/cache_write.h"
 #include "tandem/cpu/thread_pool.h"
 #include "tandem/layout/view.h"
+#include "tape.h"
 #include "tensor_arg.h"
 
 // What the registrars of the CPU kernels share.
@@ -17,7 +18,9 @@ namespace tandem::cpu {
 void bind_linears(nanobind::module_& m);
 void bind_cache(nanobind::module_& m);
 void bind_steps(nanobind::module_& m);
+void bind_tape(nanobind::module_& m);
 
+using bindings::held;
 using bindings::TensorArg;
 
 inline CacheView cache_view(const char* argument, const layout::View& view) {
@@ -55,9 +58,11 @@ inline TokenPlaces places_of(const TensorArg& seat, const char* index_name, cons
 }
 
 // Runs a kernel, without the interpreter's lock if its `work` (multiply-adds) is enough to share among threads. A short
-// call keeps the lock: beside a busy Python thread, taking it back can cost milliseconds.
+// call keeps the lock: beside a busy Python thread, taking it back can cost milliseconds. A tape that records takes a
+// copy of `body`: it captures by value, or references to what outlives the tape or is `held`.
 template <class Body>
 void run_kernel(std::int64_t work, const Body& body) {
+  if (bindings::Tape* tape = bindings::Tape::recording()) tape->add(work, body);
   if (work < ThreadPool::kWorthSharing) {
     body();
     return;

@@ -51,7 +51,7 @@ void bind_cache(nb::module_& m) {
         const TokenPlaces places = places_of(seat, "index", index, tokens);
         const Pool bytes = pool_of(pool);
         const BlockTable table = block_table_of(block_table);
-        run_kernel(work_of(sources, places), [&] { write_cache(bytes, sources, places, table); });
+        run_kernel(work_of(sources, places), [=] { write_cache(bytes, sources, places, table); });
       },
       "pool"_a, "view"_a, "src"_a, "seat"_a, "index"_a, "block_table"_a,
       "Writes src `[T, heads, dim]` or `[T, heads * dim]` (rows may be strided) at token index[t] of seat[t].\n\n"
@@ -67,7 +67,7 @@ void bind_cache(nb::module_& m) {
         const TokenPlaces places = places_of(seat, "index", index, tokens);
         const Pool bytes = pool_of(pool);
         const BlockTable table = block_table_of(block_table);
-        run_kernel(work_of(sources, places), [&] { write_cache(bytes, sources, places, table); });
+        run_kernel(work_of(sources, places), [=] { write_cache(bytes, sources, places, table); });
       },
       "pool"_a, "parts"_a, "seat"_a, "index"_a, "block_table"_a,
       "The same for several (view, src) pairs in one call, all or nothing.");
@@ -101,7 +101,7 @@ void bind_cache(nb::module_& m) {
           args.scores = scores->floats("scores");
           args.max_blocks = scores->size(2);
         }
-        run_kernel(work_of(args), [&] { select_blocks(args); });
+        run_kernel(work_of(args), [=] { select_blocks(args); });
       },
       "index_q"_a, "pool"_a, "view"_a, "block_table"_a, "seat"_a, "kv_len"_a, "topk"_a, "num_local"_a, "out"_a,
       "block_size"_a = nb::none(), "scores"_a = nb::none(),
@@ -147,7 +147,7 @@ void bind_cache(nb::module_& m) {
           throw InvalidArgument("out is " + out.describe() + ": expected q's " + name_of(args.dtype));
         }
         args.out = out.data();
-        run_kernel(work_of(args), [&] { attend(args); });
+        run_kernel(work_of(args), [=] { attend(args); });
       },
       "q"_a, "pool"_a, "k_view"_a, "v_view"_a, "block_table"_a, "seat"_a, "kv_len"_a, "blocks"_a.none(), "scale"_a,
       "first_index_attended"_a, "out"_a, "block_size"_a = nb::none(),

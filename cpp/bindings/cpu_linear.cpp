@@ -47,7 +47,7 @@ void bind_linear(nb::module_& m) {
       "linear",
       [](const PackedLinear& weight, const TensorArg& x, const TensorArg& out) {
         const Matrix from = x.matrix("x"), to = out.matrix("out");
-        run_kernel(from.rows * from.cols * to.cols, [&] { linear(weight, from, to); });
+        run_kernel(from.rows * from.cols * to.cols, [=, &weight = held(weight)] { linear(weight, from, to); });
       },
       "weight"_a, "x"_a, "out"_a,
       "out `[T, N]` = x `[T, K]` @ weight^T, both float32 or both bfloat16.\n\n"
@@ -84,7 +84,7 @@ void bind_rows(nb::module_& m) {
         const Matrix from = x.matrix("x"), to = out.matrix("out");
         weight.require("weight", 1).require_size("weight", 0, from.cols);
         const float* gain = weight.floats("weight");
-        run_kernel(row_work(from), [&] { rms_norm(from, gain, eps, one_plus, to); });
+        run_kernel(row_work(from), [=] { rms_norm(from, gain, eps, one_plus, to); });
       },
       "x"_a, "weight"_a, "eps"_a, "one_plus"_a, "out"_a,
       "out = x * rsqrt(mean(x^2) + eps) * (weight + one_plus), per row of x `[T, H]`.\n\n"
@@ -97,7 +97,7 @@ void bind_rows(nb::module_& m) {
         const Matrix from = x.matrix("x"), sum = residual.matrix("residual"), to = out.matrix("out");
         weight.require("weight", 1).require_size("weight", 0, from.cols);
         const float* gain = weight.floats("weight");
-        run_kernel(row_work(from), [&] { add_rms_norm(from, sum, gain, eps, one_plus, to); });
+        run_kernel(row_work(from), [=] { add_rms_norm(from, sum, gain, eps, one_plus, to); });
       },
       "x"_a, "residual"_a, "weight"_a, "eps"_a, "one_plus"_a, "out"_a,
       "residual += x (rounded to its dtype), then out = rms_norm(residual).");
@@ -145,7 +145,9 @@ void bind_rows(nb::module_& m) {
         const Matrix matrix = rows.matrix("rows");
         positions.require("positions", 1).require_size("positions", 0, matrix.rows);
         const std::int32_t* at = positions.ints("positions");
-        run_kernel(row_work(matrix), [&] { norm_rope(matrix, plan.parts, plan.table(), at, plan.eps, plan.one_plus); });
+        run_kernel(row_work(matrix), [=, &plan = held(plan)] {
+          norm_rope(matrix, plan.parts, plan.table(), at, plan.eps, plan.one_plus);
+        });
       },
       "plan"_a, "rows"_a, "positions"_a,
       "In place on rows `[T, C]` (float32 or bfloat16): per head RMS norm, then half-split rotation by positions int32 "
@@ -158,8 +160,9 @@ void bind_rows(nb::module_& m) {
         const Matrix from = x.matrix("x"), to = rows.matrix("rows");
         positions.require("positions", 1).require_size("positions", 0, to.rows);
         const std::int32_t* at = positions.ints("positions");
-        run_kernel(from.rows * from.cols * to.cols,
-                   [&] { project(weight, from, plan.parts, plan.table(), at, plan.eps, plan.one_plus, to); });
+        run_kernel(from.rows * from.cols * to.cols, [=, &weight = held(weight), &plan = held(plan)] {
+          project(weight, from, plan.parts, plan.table(), at, plan.eps, plan.one_plus, to);
+        });
       },
       "weight"_a, "plan"_a, "x"_a, "positions"_a, "rows"_a,
       "`linear(weight, x, rows)`, then `norm_rope(plan, rows, positions)`, to the same bits.");
@@ -168,7 +171,7 @@ void bind_rows(nb::module_& m) {
       "swiglu_oai",
       [](const TensorArg& gate_up, float alpha, float limit, const TensorArg& out) {
         const Matrix from = gate_up.matrix("gate_up"), to = out.matrix("out");
-        run_kernel(row_work(from), [&] { swiglu_oai(from, alpha, limit, to); });
+        run_kernel(row_work(from), [=] { swiglu_oai(from, alpha, limit, to); });
       },
       "gate_up"_a, "alpha"_a, "limit"_a, "out"_a,
       "gate_up `[T, 2I]` (gates first) -> out `[T, I]`: g * sigmoid(alpha * g) * (u + 1), g = min(gate, limit), "
@@ -178,7 +181,7 @@ void bind_rows(nb::module_& m) {
       "silu_mul",
       [](const TensorArg& gate_up, const TensorArg& out) {
         const Matrix from = gate_up.matrix("gate_up"), to = out.matrix("out");
-        run_kernel(row_work(from), [&] { silu_mul(from, to); });
+        run_kernel(row_work(from), [=] { silu_mul(from, to); });
       },
       "gate_up"_a, "out"_a, "gate_up `[T, 2I]` (gates first) -> out `[T, I]`: gate * sigmoid(gate) * up.");
 }
@@ -200,7 +203,7 @@ void bind_experts(nb::module_& m) {
         std::int32_t* chosen = ids.ints("ids");
         float* shares = weights.floats("weights");
         run_kernel(rows.rows * rows.cols * experts.rows,
-                   [&] { route(rows, experts, offsets, topk, scale, chosen, shares); });
+                   [=] { route(rows, experts, offsets, topk, scale, chosen, shares); });
       },
       "x"_a, "gate"_a, "bias"_a, "topk"_a, "scale"_a, "ids"_a, "weights"_a,
       "Experts of x `[T, H]`: p = sigmoid(gate @ x) in fp32; ids int32 `[T, topk]` by p + bias, descending, ties to "
@@ -254,7 +257,7 @@ void bind_experts(nb::module_& m) {
       shares = weights->floats("weights");
     }
     run_kernel(work_of(experts, from.rows, topk),
-               [&] { mixture(experts, from, chosen, shares, topk, activation, to); });
+               [=, &experts = held(experts)] { mixture(experts, from, chosen, shares, topk, activation, to); });
   };
 
   m.def(
@@ -276,7 +279,9 @@ void bind_experts(nb::module_& m) {
         const float* offsets = bias.floats("bias");
         const GatedActivation activation{GatedActivation::Kind::SwigluOai, alpha, limit};
         run_kernel(work_of(experts, from.rows, topk) + from.rows * from.cols * router.rows,
-                   [&] { routed_mixture(experts, from, router, offsets, topk, scale, activation, to); });
+                   [=, &experts = held(experts)] {
+                     routed_mixture(experts, from, router, offsets, topk, scale, activation, to);
+                   });
       },
       "experts"_a, "x"_a, "gate"_a, "bias"_a, "topk"_a, "scale"_a, "limit"_a, "alpha"_a, "out"_a,
       "`route`, then `moe` with what it chose, to the same bits.");

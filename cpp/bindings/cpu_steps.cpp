@@ -55,7 +55,8 @@ void bind_step_tokens(nb::module_& m) {
                                 .write_index = of_tokens("write_index", write_index),
                                 .kv_len = of_tokens("kv_len", kv_len),
                                 .num_valid_blocks = of_tokens("num_valid_blocks", num_valid_blocks)};
-        derive_step(seats, rows, tokens, tokens_per_page, overrun.ints("overrun"));
+        std::int32_t* excess = overrun.ints("overrun");
+        run_kernel(num_tokens, [=] { derive_step(seats, rows, tokens, tokens_per_page, excess); });
       },
       "length"_a, "seat_tokens"_a, "row_seat"_a, "row_first"_a, "row_floor"_a, "row_ceiling"_a, "row_write_from"_a,
       "token_row"_a, "token_end"_a, "token_max_length"_a, "token_source"_a, "token_from_seat"_a, "token_plan_id"_a,
@@ -93,8 +94,9 @@ void bind_advance(nb::module_& m) {
             .token = of_size("tokens", tokens, num_samples),
             .num_drafts = of_size("sample_drafts", sample_drafts, num_samples),
             .num_accepted = num_accepted ? of_size("num_accepted", *num_accepted, num_samples) : nullptr};
-        advance_seats(rows, sampled, length.size(0), seat_tokens.size(1), length.ints("length"),
-                      seat_tokens.ints("seat_tokens"));
+        const std::int64_t num_seats = length.size(0), tokens_per_seat = seat_tokens.size(1);
+        std::int32_t *lengths = length.ints("length"), *known = seat_tokens.ints("seat_tokens");
+        run_kernel(num_rows, [=] { advance_seats(rows, sampled, num_seats, tokens_per_seat, lengths, known); });
       },
       "length"_a, "seat_tokens"_a, "row_seat"_a, "row_length"_a, "row_advance"_a, "row_max_length"_a, "sample_row"_a,
       "sample_seat"_a, "sample_drafts"_a, "tokens"_a, "num_accepted"_a = nb::none(),

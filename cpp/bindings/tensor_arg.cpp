@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "tape.h"
+
 namespace tandem::bindings {
 
 namespace nb = nanobind;
@@ -98,6 +100,7 @@ bool TensorArg::load(nb::handle object) noexcept {
     shape_[static_cast<std::size_t>(axis)] = tensor.shape[axis];
     strides_[static_cast<std::size_t>(axis)] = tensor.strides[axis];
   }
+  if (Tape* tape = Tape::recording()) tape->keep(object);
   return true;
 }
 

@@ -4,7 +4,10 @@ With h the residual stream, for layer l:  h = h + Attn(RMS(h)),  h = h + FFN(RMS
 """
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from tandem.models.layers.norms import RmsNorm
 from tandem.models.layers.ops import Ops
 from tandem.models.layers.rotary import Rotary
 from tandem.models.minimax_m3_weights import open_weights
+from tandem.models.tapes import MAX_TAPED_TOKENS, Tapes
 from tandem.msa import AttentionBackend, LayerGeometry, SparseGeometry, StepMetadata
 
 
@@ -66,6 +70,9 @@ class MiniMaxM3:
         final_norm = _norm("model.norm.weight", config, weights, ops)
         self._input_norms = [*(layer.input_norm for layer in self._layers), final_norm]
         self._lm_head = ops.linear(weights.read("lm_head.weight", dtype))
+        self._kernels_only = ops.kernels_only
+        self._tapes: WeakKeyDictionary[AttentionBackend, Tapes] = WeakKeyDictionary()
+        self._streams: dict[int, Tensor] = {}
 
     def forward(
         self, token_ids: Tensor, meta: StepMetadata, attention: AttentionBackend, capture: Sequence[int] = ()
@@ -77,19 +84,51 @@ class MiniMaxM3:
         each L in `capture` (ascending, 0 to the number of layers), the residual stream after L layers, before any
         norm, [T, H].
         """
-        h = self.embed(token_ids)
-        captured = [h.clone()] if 0 in capture else []
-        a = self._input_norms[0](h)
-        for layers_run, layer in enumerate(self._layers, start=1):
-            b = layer.post_norm.add(layer.attend(a, meta, attention), h)
-            a = self._input_norms[layers_run].add(layer.feed_forward(b), h)
-            if layers_run in capture:
-                captured.append(h.clone())
-        if len(captured) != len(capture):
+        num_layers = len(self._layers)
+        if list(capture) != sorted(set(capture)) or any(n not in range(num_layers + 1) for n in capture):
             raise ValueError(
-                f"capture is {tuple(capture)}; allowed are distinct numbers of layers run, 0 to {len(self._layers)}"
+                f"capture is {tuple(capture)}; allowed are distinct ascending numbers of layers run, 0 to {num_layers}"
             )
-        return a, captured
+        tapes = self._tapes_for(attention) if len(token_ids) <= MAX_TAPED_TOKENS else None
+        h = self.embed(token_ids) if tapes is None else self._embed_in_place(token_ids)
+        a, captured = h, []
+        for first, last in pairwise((0, *(n for n in capture if 0 < n < num_layers), num_layers)):
+            if first in capture:
+                captured.append(h.clone())
+            run = partial(self._run_layers, first, last, a, h, meta, attention)
+            a = run() if tapes is None else tapes.run((tuple(capture), last, len(token_ids), meta), run)
+        if num_layers in capture:
+            captured.append(h.clone())
+        return a if tapes is None else a.clone(), captured
+
+    def _run_layers(
+        self, first: int, last: int, a: Tensor, h: Tensor, meta: StepMetadata, attention: AttentionBackend
+    ) -> Tensor:
+        """Run layers `first` to `last` - 1 on the stream `h`, updated in place, and return the next normed stream.
+
+        `a` is what the layer before `first` returned; the first layer has none.
+        """
+        if first == 0:
+            a = self._input_norms[0](h)
+        for index, layer in enumerate(self._layers[first:last], start=first):
+            b = layer.post_norm.add(layer.attend(a, meta, attention), h)
+            a = self._input_norms[index + 1].add(layer.feed_forward(b), h)
+        return a
+
+    def _tapes_for(self, attention: AttentionBackend) -> Tapes | None:
+        """The tapes of passes over `attention`, which live as long as it; None where not all is kernels."""
+        if not (self._kernels_only and attention.kernels_only):
+            return None
+        return self._tapes.setdefault(attention, Tapes())
+
+    def _embed_in_place(self, token_ids: Tensor) -> Tensor:
+        """The embeddings [T, H], always in the same memory for one T."""
+        num_tokens = len(token_ids)
+        if num_tokens not in self._streams:
+            # Steps run in inference mode or outside of it, and both write here.
+            with torch.inference_mode(False):
+                self._streams[num_tokens] = self._embedding.new_empty((num_tokens, self._embedding.shape[1]))
+        return torch.index_select(self._embedding, 0, token_ids, out=self._streams[num_tokens])
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [T, H] of `token_ids` [T] int32."""

@@ -60,7 +60,12 @@ class AttentionBackend(ABC):
 
     Every token attends through the cache, its own key included, never through the tensors of the step; so `write`
     comes before `select` and `attend` of the same layer.
+
+    Attributes:
+        kernels_only: whether the calls compute with kernels of `tandem.core.cpu` alone, which a tape can record.
     """
+
+    kernels_only = False
 
     def __init__(
         self,

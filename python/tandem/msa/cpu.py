@@ -10,6 +10,8 @@ from tandem.msa.backend import AttendedTokens, AttentionBackend
 class CpuBackend(AttentionBackend):
     """C++ kernels over a pool in host memory; results do not depend on batch, chunking or the number of threads."""
 
+    kernels_only = True
+
     def write(self, layer: int, k: Tensor, v: Tensor, index_k: Tensor | None, tokens: AttendedTokens) -> None:  # noqa: D102
         parts = self.parts(layer, k, v, index_k)
         cpu.write_kv(self.pool, parts, tokens.token_seat, tokens.write_index, self.state.block_table)
@@ -19,7 +21,7 @@ class CpuBackend(AttentionBackend):
         sparse = cached.sparse
         out = torch.empty((index_q.shape[0], index_q.shape[1], sparse.topk), dtype=torch.int32)
         cpu.select_blocks(
-            index_q.contiguous(),
+            index_q,
             self.pool,
             cached.index_keys,
             self.state.block_table,
@@ -35,7 +37,7 @@ class CpuBackend(AttentionBackend):
         cached = self.layer(layer)
         out = q.new_empty(q.shape)
         cpu.attend(
-            q.contiguous(),
+            q,
             self.pool,
             cached.k,
             cached.v,

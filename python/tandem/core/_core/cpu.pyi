@@ -173,3 +173,27 @@ def advance_seats(length: torch.Tensor, seat_tokens: torch.Tensor, row_seat: tor
 
     All int32: `length` `[S]` and `seat_tokens` `[S, 1+K]` change in place; the others are `[R]`, from `sample_row` on `[N]`. Raises InvalidArgument before anything is written for a seat or row out of range.
     """
+
+class Tape:
+    """
+    Kernel calls that are made again in one call, without the interpreter between them.
+
+    `with tape:` records the calls of this thread while it makes them. A replay reads and writes the same memory, which the tape keeps alive; nothing but kernels is recorded.
+    """
+
+    def __init__(self) -> None: ...
+
+    def __enter__(self) -> Tape:
+        """
+        Raises InvalidArgument if this thread records already or the tape is not empty.
+        """
+
+    def __exit__(self, type: object | None, value: object | None, traceback: object | None) -> None:
+        """Ends the recording; an exception leaves the tape empty."""
+
+    def replay(self) -> None:
+        """Makes the calls again. Raises what they raise."""
+
+    @property
+    def num_calls(self) -> int:
+        """Kernel calls on the tape."""

@@ -169,6 +169,5 @@ class CpuAttentionProjection(AttentionProjection):
     def __call__(self, x: Tensor, position: Tensor) -> AttentionInputs:
         """See `AttentionProjection`."""
         rows, inputs = self._buffers.rows_for(x)
-        cpu.linear(self._packed, x, rows)
-        cpu.norm_rope(self._norm_rope, rows, position)
+        cpu.project(self._packed, self._norm_rope, x, position, rows)
         return inputs

@@ -96,10 +96,17 @@ class CpuMoe(Moe):
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Moe`."""
-        num_selected = self._routing.num_selected
-        experts = torch.empty((x.shape[0], num_selected), dtype=torch.int32)
-        shares = torch.empty((x.shape[0], num_selected))
-        cpu.route(x, self._gate, self._bias, num_selected, self._routing.scale, experts, shares)
         out = torch.empty_like(x)
-        cpu.moe(self._packed, x, experts, shares, self._activation.limit, self._activation.alpha, out)
+        routing, activation = self._routing, self._activation
+        cpu.routed_moe(
+            self._packed,
+            x,
+            self._gate,
+            self._bias,
+            routing.num_selected,
+            routing.scale,
+            activation.limit,
+            activation.alpha,
+            out,
+        )
         return out

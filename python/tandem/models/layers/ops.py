@@ -20,7 +20,13 @@ from tandem.models.layers.rotary import Rotary
 
 
 class Ops(ABC):
-    """Builds layers of one implementation. A layer takes over the tensors given to it and may repack them."""
+    """Builds layers of one implementation. A layer takes over the tensors given to it and may repack them.
+
+    Attributes:
+        kernels_only: whether the layers compute with kernels of `tandem.core.cpu` alone, which a tape can record.
+    """
+
+    kernels_only = False
 
     @abstractmethod
     def linear(self, weight: Tensor) -> Linear:
@@ -69,6 +75,8 @@ class ReferenceOps(Ops):
 
 class CpuOps(Ops):
     """The CPU kernels: weights packed once; results do not depend on what else is in a step, nor on threads."""
+
+    kernels_only = True
 
     def __init__(self) -> None:
         self._rope_tables: dict[Rotary, cpu.RopeTable] = {}

@@ -1,0 +1,77 @@
+"""Steps as tapes: the same bits as without one, and no torch operation that a replay would miss."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.runner import Runner
+from models.support import Shape, random_weights, text_config, wrapped_config, write_checkpoint
+from tandem.models import CpuOps, MiniMaxM3, MiniMaxM3Config, load_model
+from tandem.models.tapes import MAX_TAPED_TOKENS, NotAKernelError, Tapes
+from tandem.msa import CpuBackend
+
+SEED = 7
+
+
+class UntapedBackend(CpuBackend):
+    """The same kernels, called one by one."""
+
+    kernels_only = False
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> MiniMaxM3:
+    text = text_config(Shape(layers="dss"))
+    weights = random_weights(MiniMaxM3Config.from_dict(text), SEED)
+    folder: Path = write_checkpoint(tmp_path_factory.mktemp("tapes"), wrapped_config(text), weights)
+    return load_model(folder, torch.float32, CpuOps())
+
+
+@pytest.mark.parametrize("capture", [(), (0, 1, 3), (2,)], ids=str)
+def test_taped_steps_give_the_bits_of_untaped_ones(model, capture):
+    taped, untaped = (Runner(model, backend, 400) for backend in (CpuBackend, UntapedBackend))
+    ids = torch.randint(3, 60, (400,), generator=torch.Generator().manual_seed(SEED)).tolist()
+    sizes = [130, 1, 1, 4, 1, 4, MAX_TAPED_TOKENS, MAX_TAPED_TOKENS + 1, 1, MAX_TAPED_TOKENS, 4, 1, 1]
+    earlier = []
+    for size in sizes:
+        part = ids[taped.num_tokens : taped.num_tokens + size]
+        for runner in (taped, untaped):
+            runner.state.last_token[1] = part[0]
+        logits, states = taped.feed(part, capture)
+        plain_logits, plain_states = untaped.feed(part, capture)
+        assert torch.equal(logits, plain_logits)
+        assert len(states) == len(capture)
+        assert all(torch.equal(state, plain) for state, plain in zip(states, plain_states, strict=True))
+        earlier.append((states, plain_states))
+    # What a step returned is not overwritten by the ones after it.
+    assert all(torch.equal(state, plain) for pair in earlier for state, plain in zip(*pair, strict=True))
+    assert len(model._tapes[taped.backend]._taped) >= 3
+    assert untaped.backend not in model._tapes
+
+
+def test_tapes_end_with_the_cache_that_they_read(model):
+    runner = Runner(model, CpuBackend, 40)
+    runner.feed([5, 6, 7])
+    assert runner.backend in model._tapes
+    before = len(model._tapes)
+    del runner
+    gc.collect()
+    assert len(model._tapes) == before - 1
+
+
+def test_a_torch_operation_that_computes_is_refused_by_name():
+    tapes = Tapes()
+    with pytest.raises(NotAKernelError, match=r"aten\.add\.Tensor"):
+        tapes.run("sum", lambda: torch.empty(2) + torch.empty(2))
+    # Nothing was kept: the next call records again.
+    assert tapes.run("sum", lambda: torch.empty(2)).shape == (2,)
+
+
+def test_captures_that_do_not_ascend_are_refused(model):
+    runner = Runner(model, CpuBackend, 40)
+    with pytest.raises(ValueError, match=r"capture is \(2, 1\)"):
+        runner.feed([5, 6, 7], (2, 1))
+    with pytest.raises(ValueError, match=r"capture is \(4,\); allowed are .* 0 to 3"):
+        runner.feed([5, 6, 7], (4,))

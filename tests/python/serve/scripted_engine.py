@@ -29,7 +29,8 @@ _T = TypeVar("_T")
 @dataclass
 class Script:
     """``word``: what each token says. ``fail_after``: tokens before an error. ``stall_after``: tokens before the whole
-    engine stands still for ``stall_s``. ``die_after``: tokens before the process ends.
+    engine stands still for ``stall_s``. ``die_after``: tokens before the process ends. ``stamp``: each token says the
+    time instead, in nanoseconds of the monotonic clock.
     """
 
     word: str = "abc"
@@ -37,6 +38,10 @@ class Script:
     stall_after: int = -1
     stall_s: float = 0.0
     die_after: int = -1
+    stamp: int = 0
+
+    def says(self, count: int) -> str:
+        return f"{time.monotonic_ns()} " * count if self.stamp else self.word * count
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int]) -> "Script":
@@ -69,6 +74,7 @@ class ScriptedEngine:
         self._changed = threading.Condition()
         self._running: dict[int, Running] = {}
         self._next_id = 0
+        self._num_aborted = 0
         self.num_steps = 0
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -89,7 +95,11 @@ class ScriptedEngine:
         return future
 
     def stats(self) -> dict[str, Any]:
-        return {"num_running": len(self._running), "num_steps": self.num_steps}
+        return {
+            "num_running": len(self._running),
+            "num_steps": self.num_steps,
+            "num_aborted": self._num_aborted,
+        }
 
     def _put(self, item: Running | int | Callable[[], None]) -> None:
         with self._changed:
@@ -97,6 +107,7 @@ class ScriptedEngine:
             self._changed.notify()
 
     def _run(self) -> None:
+        next_round = time.monotonic()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._inbox or self._running)
@@ -114,7 +125,8 @@ class ScriptedEngine:
             for running in list(self._running.values()):
                 self._advance(running)
             self.num_steps += 1
-            time.sleep(self._interval_s)
+            next_round = max(next_round + self._interval_s, time.monotonic())
+            time.sleep(max(0.0, next_round - time.monotonic()))
 
     def _advance(self, running: Running) -> None:
         script, done = running.script, len(running.token_ids)
@@ -133,22 +145,23 @@ class ScriptedEngine:
         if len(running.token_ids) >= most:
             self._end(running, "length", new)
         elif running.stream:
-            running.sink(Delta(running.request_id, script.word * count, new))
+            running.sink(Delta(running.request_id, script.says(count), new))
 
     def _end(self, running: Running, reason: FinishReason, new: list[int]) -> None:
         del self._running[running.request_id]
+        self._num_aborted += reason == "abort"
         output = RequestOutput(
             request_id=running.request_id,
             prompt=None,
             prompt_token_ids=running.prompt_ids,
-            text=running.script.word * len(running.token_ids),
+            text="" if running.stream else running.script.says(len(running.token_ids)),
             token_ids=running.token_ids,
             cached_tokens=0,
             finish_reason=reason,
             error="the script says so" if reason == "error" else None,
             timings=Timings(0.0, 0.0, time.perf_counter() - running.start),
         )
-        running.sink(Delta(running.request_id, running.script.word * len(new), new, output=output))
+        running.sink(Delta(running.request_id, running.script.says(len(new)), new, output=output))
 
 
 def main() -> int:

@@ -1,0 +1,134 @@
+"""What the server costs: streams of an engine that costs nothing, read by a client on the same machine.
+
+    python -m tools.perf.serve_cost [--streams 64] [--tokens 2000] [--rate 20000]
+
+Two measurements. *Capacity*: the engine says tokens as fast as they are taken; what the client gets per second is what
+HTTP, the channel and the client can do together. *Added time*: the engine says one token per stream at a steady total
+rate, each with the time at which it was said; the client compares with the time at which the token's event came.
+
+The client is plain asyncio sockets on uvloop with a minimal reader of server-sent events, in a process of its own, so
+what it costs is small but counted in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvloop
+
+from tests.python.serve.server_process import ServerProcess, serve_scripted
+
+_CONTENT = re.compile(rb'"content":"([0-9 ]*)"')
+
+
+@dataclass
+class Measured:
+    """What the client saw."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    num_events: int = 0
+    added_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+    def percentile(self, share: float) -> float:
+        """Of the added times, in seconds."""
+        return sorted(self.added_s)[min(len(self.added_s) - 1, int(share * len(self.added_s)))]
+
+
+async def _stream(port: int, num_tokens: int, measured: Measured) -> None:
+    """One chat completion, read to its end."""
+    message = {"role": "user", "content": "stamp=1"}
+    body = {"model": "scripted", "messages": [message], "max_tokens": num_tokens, "stream": True}
+    data = json.dumps(body | {"thinking_mode": "disabled"}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    start = time.monotonic()
+    writer.write(head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data)
+    seen = 0
+    while not (line := await reader.readline()).startswith(b"data: [DONE]"):
+        if not line:
+            raise ConnectionError(f"the stream ended after {seen} of {num_tokens} tokens")
+        if not line.startswith(b"data: "):
+            continue
+        now = time.monotonic_ns()
+        match = _CONTENT.search(line)
+        if match is None or not match[1]:
+            continue
+        stamps = match[1].split()
+        if seen == 0:
+            measured.first_s.append(time.monotonic() - start)
+        seen += len(stamps)
+        measured.num_events += 1
+        measured.added_s += [(now - int(stamp)) / 1e9 for stamp in stamps]
+    measured.num_tokens += seen
+    writer.close()
+    if seen != num_tokens:
+        raise ConnectionError(f"{seen} tokens came of {num_tokens}")
+
+
+def measure(server: ServerProcess, num_streams: int, num_tokens: int) -> Measured:
+    """Run the streams at once."""
+
+    async def run() -> Measured:
+        measured = Measured()
+        pids = {"http": server.pid, "engine": server.engine_pid, "client": os.getpid()}
+        before = {name: _cpu_seconds(pid) for name, pid in pids.items()}
+        start = time.monotonic()
+        await asyncio.gather(*(_stream(server.port, num_tokens, measured) for _ in range(num_streams)))
+        measured.seconds = time.monotonic() - start
+        measured.cpu_s = {name: _cpu_seconds(pid) - before[name] for name, pid in pids.items()}
+        return measured
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _report(name: str, measured: Measured) -> None:
+    costs = (f"{part} {1e6 * cpu / measured.num_tokens:.1f}" for part, cpu in measured.cpu_s.items())
+    print(
+        f"{name}: {measured.num_tokens / measured.seconds:,.0f} tokens/s, "
+        f"{measured.num_tokens / measured.num_events:.1f} tokens per event, "
+        f"{measured.num_events / measured.seconds:,.0f} events/s; added per token: "
+        f"p50 {1e3 * measured.percentile(0.5):.2f} ms, p99 {1e3 * measured.percentile(0.99):.2f} ms; "
+        f"processor us per token: {', '.join(costs)}"
+    )
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=2000, help="tokens of a stream")
+    parser.add_argument(
+        "--rate", type=float, default=20000, help="tokens per second of all streams, second measurement"
+    )
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    print(f"{arguments.streams} streams of {arguments.tokens} tokens; {os.cpu_count()} cores, load {load:.1f} before")
+    interval = arguments.streams / arguments.rate
+    for name, options in (("capacity", ("--tokens-per-round", "4")), ("steady", ("--interval", str(interval)))):
+        with tempfile.TemporaryDirectory() as folder, serve_scripted(Path(folder), *options) as server:
+            measure(server, arguments.streams, 50)  # warm
+            _report(name, measure(server, arguments.streams, arguments.tokens))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -43,6 +43,10 @@ class NothingDraftedError(ValueError):
     """There is no drafter, it proposes nothing, or no reply was long enough for a round."""
 
 
+class ReducedDraftingError(ValueError):
+    """Some steps of a reply drafted nothing, so that its rounds are not the whole of it."""
+
+
 class NoHitError(ValueError):
     """A prompt that was served before began with nothing cached, so its rounds are none of the prefix-hit route."""
 
@@ -158,7 +162,8 @@ def measure(
     """Asks every question with `preface` before it, and counts the rounds of the replies.
 
     Args:
-        llm: the model and its drafter; for the route `cold` it must have no prefix cache.
+        llm: the model and its drafter, which proposes in every step however many sequences run; for the route `cold` it
+            must have no prefix cache.
         name: of the evaluation, for the report.
         questions: at least one.
         route: with `prefix-hit` each prompt runs once for a single token, which no draft precedes, to fill the prefix
@@ -170,6 +175,7 @@ def measure(
 
     Raises:
         NothingDraftedError: no drafts are proposed.
+        ReducedDraftingError: some steps of a reply drafted nothing.
         NoHitError: with `prefix-hit`, a measured prompt found nothing cached.
         tandem.engine.errors.RequestFailedError: a request ended by an error of the engine.
         tandem.engine.errors.InvalidPromptError: a question does not fit into the model's length.
@@ -187,10 +193,23 @@ def measure(
     outputs = serve(max_tokens)
     accuracy = judge(name, questions, outputs, thinking_mode)
     since = llm.stats().speculation - before
+    _require_whole_replies(outputs)
     if route == "prefix-hit":
         _require_hits(outputs, llm.limits.tokens_per_page)
     counts = since.prefix_hit if route == "prefix-hit" else since.cold
     return AcceptanceReport(accuracy, route, draft_len, counts, _by_cluster(questions, outputs))
+
+
+def _require_whole_replies(outputs: Sequence[RequestOutput]) -> None:
+    """Every token but those that prefills end with must be from a round, an accepted draft or the one after them."""
+    partly = 0
+    for output in outputs:
+        from_prefills = 1 + output.num_preemptions
+        partly += output.completion_tokens > from_prefills + output.rounds.num_accepted + output.rounds.num_rounds
+    if partly:
+        raise ReducedDraftingError(
+            f"in {partly} of {len(outputs)} replies some steps drafted nothing: too many sequences ran at once"
+        )
 
 
 def _require_hits(outputs: Sequence[RequestOutput], tokens_per_page: int) -> None:

@@ -134,6 +134,7 @@ def run_retrieval(arguments: argparse.Namespace) -> int:
 
 def run_acceptance(arguments: argparse.Namespace) -> int:
     """Counts the accepted drafts while held-out questions are answered greedily; 95 % intervals are by prompt."""
+    from tandem.engine.limits import DEFAULT_MAX_SEATS
     from tandem.engine.llm import LLM
     from tandem.eval.acceptance import WORKED_EXAMPLE, Floors, measure
     from tandem.eval.damage import DraftKvDamage
@@ -145,6 +146,8 @@ def run_acceptance(arguments: argparse.Namespace) -> int:
         drafter=drafter_of(arguments),
         draft_len=arguments.draft_len,
         dtype=arguments.dtype,
+        max_seats=DEFAULT_MAX_SEATS,
+        max_speculating_rows=DEFAULT_MAX_SEATS,
         enable_prefix_cache=arguments.route == "prefix-hit",
         wrap_attention=None if arguments.damage is None else DraftKvDamage.wrap,
     ) as llm:

@@ -16,6 +16,7 @@ from tandem.eval.acceptance import (
     Floors,
     NoHitError,
     NothingDraftedError,
+    ReducedDraftingError,
     Route,
     measure,
 )
@@ -36,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_llm(folder: Path, route: Route, **options: object) -> LLM:
-    return LLM(folder, num_threads=1, enable_prefix_cache=route == "prefix-hit", **options)
+    chosen = {"max_speculating_rows": 32, "enable_prefix_cache": route == "prefix-hit"} | options
+    return LLM(folder, num_threads=1, **chosen)
 
 
 def report_of(pairs: Sequence[tuple[int, int]], draft_len: int = 3) -> AcceptanceReport:
@@ -85,6 +87,14 @@ def test_a_prompt_without_a_hit_is_no_measurement_of_the_route(folder: Path) -> 
 def test_without_drafts_there_is_nothing_to_measure(folder: Path, options: dict[str, object]) -> None:
     with open_llm(folder, "cold", **options) as llm, pytest.raises(NothingDraftedError, match="no drafter"):
         measure(llm, "acceptance", QUESTIONS, route="cold")
+
+
+def test_replies_that_were_drafted_in_part_are_no_measurement(folder: Path) -> None:
+    with (
+        open_llm(folder, "cold", max_speculating_rows=2) as llm,
+        pytest.raises(ReducedDraftingError, match="of 6 replies some steps drafted nothing"),
+    ):
+        measure(llm, "acceptance", QUESTIONS, route="cold", max_tokens=20)
 
 
 def test_replies_too_short_for_a_round_are_no_measurement(folder: Path) -> None:

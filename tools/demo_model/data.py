@@ -112,7 +112,7 @@ def problem_chunk(chunk: int) -> ProblemRows:
         texts.append(
             _problem_conversation(worker.chat, rng, [kept.pop() for _ in range(min(turns, len(kept)))], length)
         )
-    return _pack(texts, worker.chat.pad, length)
+    return pack(texts, worker.chat.pad, length)
 
 
 def _problem_conversation(chat: ChatEncoder, rng: Random, problems: list[Problem], length: int) -> Text:
@@ -136,7 +136,7 @@ def _problem_conversation(chat: ChatEncoder, rng: Random, problems: list[Problem
     return text
 
 
-def _pack(texts: list[Text], pad: int, length: int) -> ProblemRows:
+def pack(texts: list[Text], pad: int, length: int) -> ProblemRows:
     """Pack conversations into rows, each into the fullest open row that has room."""
     rows: list[list[Text]] = []
     open_rows: list[tuple[int, int]] = []
@@ -269,11 +269,11 @@ class BatchStream:
             num_workers, _start_worker, (str(tokenizer_file), size, block)
         )
 
-    def problems(self) -> Iterator[ProblemRows]:
+    def problems(self, first_chunk: int = 0) -> Iterator[ProblemRows]:
         """Yield the word problems of one step after another."""
         rest: list[ProblemRows] = []
         have = 0
-        for chunk in self._ordered(problem_chunk, iter(range(1 << 40))):
+        for chunk in self._ordered(problem_chunk, iter(range(first_chunk, 1 << 40))):
             rest.append(chunk)
             have += len(chunk.tokens)
             if have < self._size.problem_rows:

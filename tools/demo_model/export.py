@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tools.demo_model.drafter_model import DraftWeights
 from tools.demo_model.model import Weights
 from tools.demo_model.shape import Shape
 
@@ -24,11 +25,39 @@ def save_checkpoint(weights: Weights, folder: Path, *, bos: int, eos: int) -> No
         values = dict(weights.named_parameters()) | dict(weights.named_buffers())
         for name, source, index in _tensors(weights.shape):
             tensors[PREFIX + name] = values[source][index].detach().to("cpu", _dtype(source)).contiguous().clone()
+    _write(folder, tensors, _config(weights.shape, bos, eos))
+
+
+def save_drafter(weights: DraftWeights, folder: Path) -> None:
+    """Write the drafter's `config.json` and `model.safetensors` into `folder`: a head without embedding and lm_head."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.no_grad():
+        values = dict(weights.named_parameters())
+        tensors = {
+            name: values[source][index].detach().to("cpu", torch.bfloat16).contiguous().clone()
+            for name, source, index in _draft_tensors(weights.shape)
+        }
+    _write(folder, tensors, _draft_config(weights.shape))
+
+
+def load_drafter(shape: Shape, folder: Path) -> DraftWeights:
+    """Read weights that `save_drafter` wrote, as fp32; raises KeyError if a tensor is missing."""
+    stored = load_file(str(folder / WEIGHTS_FILE))
+    weights = DraftWeights(shape, seed=0)
+    values = dict(weights.named_parameters())
+    with torch.no_grad():
+        for name, source, index in _draft_tensors(shape):
+            values[source][index].copy_(stored[name])
+    return weights
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Write the weights, never half of them under their final name, and the configuration."""
     partial = folder / (WEIGHTS_FILE + ".part")
     save_file(tensors, str(partial), metadata={"format": "pt"})
     partial.chmod(0o644)
     partial.rename(folder / WEIGHTS_FILE)
-    (folder / "config.json").write_text(json.dumps(_config(weights.shape, bos, eos), indent=1) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def load_checkpoint(shape: Shape, folder: Path) -> Weights:
@@ -102,6 +131,50 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, str, tuple[int, ...]]]:
                 yield f"{moe}experts.{expert}.{part}.weight", part, (sparse, expert)
         for part, source in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
             yield f"{moe}shared_experts.{part}_proj.weight", source, (sparse, shape.num_experts)
+
+
+def _draft_tensors(shape: Shape) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield (official name, parameter, index into it) of every tensor of the drafter."""
+    yield "fc.weight", "fc", ()
+    for state in range(len(shape.aux_layers)):
+        yield f"fc_norm.{state}.weight", "fc_norm", (state,)
+    norms = (
+        ("input_layernorm", "token_norm"),
+        ("hidden_norm", "hidden_norm"),
+        ("post_attention_layernorm", "post_norm"),
+    )
+    for name, source in norms:
+        yield f"layers.0.{name}.weight", source, ()
+    for part in ("q", "k", "v", "o"):
+        yield f"layers.0.self_attn.{part}_proj.weight", part, ()
+    for part in ("gate", "up", "down"):
+        yield f"layers.0.mlp.{part}_proj.weight", part, ()
+    yield "norm.weight", "norm", ()
+
+
+def _draft_config(shape: Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "vocab_size": shape.vocab_size,
+        "draft_vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_groups,
+        "head_dim": shape.head_dim,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.eps,
+        "max_position_embeddings": shape.max_length,
+        "intermediate_size": shape.dense_width,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "fc_norm": True,
+        "norm_output": True,
+        "norm_before_residual": False,
+    }
 
 
 def _config(shape: Shape, bos: int, eos: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from tools.demo_model.chat import save_tokenizer, train_tokenizer
 from tools.demo_model.data import BatchSize, BatchStream
 from tools.demo_model.model import Compiled, Weights
-from tools.demo_model.optim import Optimizer
+from tools.demo_model.optim import MATRICES, TARGET_RATES, Optimizer, balance_experts
 from tools.demo_model.shape import Shape
 from tools.demo_model.step import Phase, Stepper
 
@@ -41,11 +41,12 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
         weights = Weights(shape, seed=0).to(device)
         stepper = Stepper(weights, Compiled(shape, compile_functions=True), size, device, torch.bfloat16)
-        optimizer = Optimizer(weights)
+        optimizer = Optimizer(weights, MATRICES, TARGET_RATES)
 
         def one_step(phase: Phase) -> None:
             result = stepper.run(next(problems), next(documents), phase)
-            optimizer.step(0.1, result.expert_counts)
+            optimizer.step(0.1)
+            balance_experts(weights, 0.1, result.expert_counts)
 
         for number, (length, selection) in enumerate(CASES):
             phase = Phase(selection=selection, hide=True)

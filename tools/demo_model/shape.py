@@ -38,6 +38,11 @@ class Shape:
     def heads_per_group(self) -> int:
         return self.num_heads // self.num_groups
 
+    @property
+    def aux_layers(self) -> tuple[int, int, int]:
+        """Layers run before each state that a drafter takes; Eagle3's rule."""
+        return 2, self.num_layers // 2, self.num_layers - 3
+
     def is_sparse(self, layer: int) -> bool:
         return layer >= self.num_dense_layers
 

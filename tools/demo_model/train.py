@@ -18,7 +18,7 @@ from tools.demo_model.chat import ChatEncoder, save_tokenizer, train_tokenizer
 from tools.demo_model.data import BatchSize, BatchStream
 from tools.demo_model.export import save_checkpoint
 from tools.demo_model.model import Compiled, Weights
-from tools.demo_model.optim import Optimizer, lr_factor
+from tools.demo_model.optim import MATRICES, TARGET_RATES, Optimizer, balance_experts, lr_factor
 from tools.demo_model.shape import Shape, tiny
 from tools.demo_model.step import Phase, Stepper, StepResult
 
@@ -107,7 +107,7 @@ def train(
     on_gpu = target.type == "cuda"
     functions = Compiled(shape, compile_functions=on_gpu)
     stepper = Stepper(weights, functions, size, target, torch.bfloat16 if on_gpu else torch.float32)
-    optimizer = Optimizer(weights)
+    optimizer = Optimizer(weights, MATRICES, TARGET_RATES)
     log = Log(out / "log.jsonl")
     start = saved = time.perf_counter()
     step = 0
@@ -118,7 +118,9 @@ def train(
             break
         batch = next(documents)
         result = stepper.run(next(problems), batch, phase_at(progress))
-        optimizer.step(lr_factor(step, progress), result.expert_counts)
+        factor = lr_factor(step, progress)
+        optimizer.step(factor)
+        balance_experts(weights, factor, result.expert_counts)
         log.add(step, batch.tokens.shape[1], progress, result)
         if elapsed - (saved - start) > 100:
             saved = time.perf_counter()

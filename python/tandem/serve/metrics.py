@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -71,7 +71,7 @@ def _counter(name: str, text: str, read: Callable[[Snapshot], float]) -> EngineM
     return EngineMetric(name, text, True, lambda s: [((), read(s))])
 
 
-def _by_name(values: dict[str, int] | dict[str, float]) -> Iterator[Sample]:
+def _by_name(values: Mapping[str, float]) -> Iterator[Sample]:
     return (((name,), value) for name, value in values.items())
 
 
@@ -171,6 +171,27 @@ ENGINE_METRICS = (
         lambda s: _by_position(s, lambda rounds: rounds.accepted),
         ("route", "position"),
     ),
+    EngineMetric(
+        "acceptance_alarm",
+        "1 while drafts are accepted less often than they should be.",
+        False,
+        lambda s: _by_name({route: alarm.raised for route, alarm in s.alarms.items()}),
+        ("route",),
+    ),
+    EngineMetric(
+        "acceptance_alarm_evidence",
+        "The alarm's statistic over its threshold; it is raised at 1 where the comparison of routes agrees.",
+        False,
+        lambda s: _by_name({route: alarm.evidence for route, alarm in s.alarms.items()}),
+        ("route",),
+    ),
+    EngineMetric(
+        "acceptance_alarms",
+        "Times that the alarm was raised.",
+        True,
+        lambda s: _by_name({route: alarm.num_raised for route, alarm in s.alarms.items()}),
+        ("route",),
+    ),
 )
 
 
@@ -211,20 +232,10 @@ class ServerMetrics:
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generated = self._histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
         self._refused = self._labelled_counter("requests_refused", "Requests refused, by status code.", "code")
-        self._alarm = self._labelled_gauge(
-            "acceptance_alarm", "1 while drafts are accepted less often than the baseline has it.", "route"
-        )
-        self._alarm_evidence = self._labelled_gauge(
-            "acceptance_alarm_evidence", "The alarm's statistic over its threshold; the alarm is raised at 1.", "route"
-        )
-        self._alarms = self._labelled_counter("acceptance_alarms", "Times that the alarm was raised.", "route")
         self._canaries = self._labelled_counter("canary_runs", "Canary prompts replayed.", "route")
         self._canary_failures = self._labelled_counter(
             "canary_failures", "Canary prompts that gave other tokens, or drafts accepted otherwise.", "route"
         )
-
-        self._lock = threading.Lock()
-        self._alarmed: set[str] = set()
 
     def update(self, snapshot: Snapshot) -> None:
         """Show the engine's counters as they are now."""
@@ -247,16 +258,6 @@ class ServerMetrics:
         """Add a request answered with this HTTP status instead of being run."""
         self._refused.labels(self._model_name, str(code)).inc()
 
-    def set_alarm(self, route: str, raised: bool, evidence: float) -> None:
-        """Show the state of a route's alarm. ``evidence`` is its statistic as a share of the threshold."""
-        counter = self._alarms.labels(self._model_name, route)
-        with self._lock:
-            if raised and route not in self._alarmed:
-                counter.inc()
-            (self._alarmed.add if raised else self._alarmed.discard)(route)
-        self._alarm.labels(self._model_name, route).set(raised)
-        self._alarm_evidence.labels(self._model_name, route).set(evidence)
-
     def count_canary(self, route: str, failed: bool) -> None:
         """Add a canary prompt replayed on a route."""
         self._canaries.labels(self._model_name, route).inc()
@@ -274,9 +275,6 @@ class ServerMetrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"{PREFIX}{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
-
-    def _labelled_gauge(self, name: str, text: str, label: str) -> Gauge:
-        return Gauge(f"{PREFIX}{name}", text, ["model_name", label], registry=self._registry)
 
     def _labelled_counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(f"{PREFIX}{name}", text, ["model_name", label], registry=self._registry)

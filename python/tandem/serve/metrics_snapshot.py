@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-COLD, PREFIX_HIT = "cold", "prefix_hit"
+COLD, PREFIX_HIT, HANDED_OVER = "cold", "prefix_hit", "handed_over"
+"""Routes: what a sequence began with."""
 
 
 class Pages(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +29,19 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     accepted: list[int]
 
 
+class AlarmState(msgspec.Struct, frozen=True, kw_only=True):
+    """The acceptance alarm of one route; ``evidence`` is its statistic over the threshold, so it is raised at 1."""
+
+    raised: bool
+    evidence: float
+    num_raised: int
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything below ``waiting`` counts since the start; ``step_seconds`` by part of a step, ``rounds`` by route."""
+    """Everything below ``waiting`` counts since the start; ``step_seconds`` by part of a step.
+
+    ``rounds`` and ``alarms`` are by route.
+    """
 
     running: int
     waiting: int
@@ -48,6 +60,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     decode_tokens: int
     step_seconds: dict[str, float]
     rounds: dict[str, Rounds]
+    alarms: dict[str, AlarmState] = {}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Snapshot:

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.serve.metrics import ENGINE_METRICS, PREFIX, RequestTimings, ServerMetrics
-from tandem.serve.metrics_snapshot import COLD, PREFIX_HIT, Pages, Rounds, Snapshot
+from tandem.serve.metrics_snapshot import COLD, PREFIX_HIT, AlarmState, Pages, Rounds, Snapshot
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -39,6 +39,10 @@ def snapshot(**changes: Any) -> Snapshot:
         "rounds": {
             COLD: Rounds(num_rounds=10, drafted=[10, 9, 8], accepted=[8, 6, 4]),
             PREFIX_HIT: Rounds(num_rounds=2, drafted=[2, 2, 2], accepted=[2, 1, 0]),
+        },
+        "alarms": {
+            COLD: AlarmState(raised=False, evidence=0.1, num_raised=0),
+            PREFIX_HIT: AlarmState(raised=True, evidence=1.5, num_raised=2),
         },
     }
     return Snapshot(**(values | changes))
@@ -159,16 +163,15 @@ def test_a_value_that_cannot_be_is_logged_and_left_out(
     assert [repr(value) in record.message for record in caplog.records] == [True]
 
 
-def test_an_alarm_counts_once_until_it_is_cleared(metrics: ServerMetrics) -> None:
-    for raised, evidence in ((False, 0.2), (True, 1.1), (True, 1.5), (False, 0.3), (True, 1.0)):
-        metrics.set_alarm(PREFIX_HIT, raised, evidence)
-    metrics.set_alarm(COLD, False, 0.0)
+def test_alarms_are_shown_by_route(metrics: ServerMetrics) -> None:
+    found = samples(metrics)
+    assert not any(name.startswith("acceptance") for name, _ in found)
+    metrics.update(snapshot())
     found = samples(metrics)
     assert of(found, "acceptance_alarm", route=PREFIX_HIT) == 1
     assert of(found, "acceptance_alarms_total", route=PREFIX_HIT) == 2
-    assert of(found, "acceptance_alarm_evidence", route=PREFIX_HIT) == 1.0
+    assert of(found, "acceptance_alarm_evidence", route=PREFIX_HIT) == 1.5
     assert of(found, "acceptance_alarm", route=COLD) == 0
-    assert of(found, "acceptance_alarms_total", route=COLD) == 0
 
 
 def test_refusals_and_canaries_are_counted(metrics: ServerMetrics) -> None:

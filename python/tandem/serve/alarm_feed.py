@@ -1,0 +1,26 @@
+"""What the acceptance alarm is told of requests; runs in the engine's process."""
+
+from __future__ import annotations
+
+from tandem.engine.outputs import RequestOutput
+from tandem.serve.alarm import AcceptanceAlarm
+from tandem.serve.metrics_snapshot import COLD, PREFIX_HIT
+
+MIN_ROUNDS = 8
+"""Shorter requests are left out: their last round, cut where the request ends, would weigh too much."""
+
+
+def report_request(watch: AcceptanceAlarm, output: RequestOutput, draft_len: int) -> bool:
+    """Tell the alarm of a request that has ended; whether it was fit to be told.
+
+    Left out are requests that failed, that lost their seat (their route changed on the way), and those that did not
+    draft ``draft_len`` tokens in every round, since fewer drafts are accepted at a higher rate.
+    """
+    rounds = output.rounds
+    fit = output.finish_reason != "error" and output.num_preemptions == 0 and rounds.num_rounds >= MIN_ROUNDS
+    if not fit or rounds.num_drafted != rounds.num_rounds * draft_len:
+        return False
+    route = PREFIX_HIT if output.cached_tokens else COLD
+    watch.report(route, output.request_id, rounds.num_rounds, rounds.num_drafted, rounds.num_accepted)
+    watch.end(output.request_id)
+    return True

@@ -40,6 +40,8 @@ class SpeculationCell:
     plain_tokens_per_second: float
     ratio: float
     ratio_range: tuple[float, float]
+    cpu_ratio: float
+    """The same ratio in processor time over all threads, of the best windows; other programs change it little."""
     windows_ms: list[float]
     plain_windows_ms: list[float]
     acceptance: dict[str, Any]
@@ -47,11 +49,12 @@ class SpeculationCell:
 
 @dataclass
 class _Arm:
-    """An engine with its windows: the tokens of the first one, seconds of those that were timed."""
+    """An engine with its windows: the tokens of the first one, seconds and processor time of those that were timed."""
 
     engine: EngineArm
     tokens: list[list[int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
 
     def run(self) -> None:
         """One more timed window. Raises `SpeculationError` where it decodes other tokens than before."""
@@ -59,6 +62,7 @@ class _Arm:
         if window.tokens != self.tokens:
             raise SpeculationError("an engine decodes other tokens than in its window before")
         self.seconds.append(sum(window.seconds))
+        self.cpu_seconds.append(window.cpu_seconds)
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -104,7 +108,8 @@ def long_replies(engine: EngineArm, prompts: Prompts, count: int) -> Prompts:
 
 
 def _cell(plain: _Arm, drafting: _Arm, draft_len: int, batch: int, threads: int, rounds: int) -> SpeculationCell:
-    plain.seconds, drafting.seconds = [], []
+    for arm in (plain, drafting):
+        arm.seconds, arm.cpu_seconds = [], []
     before = drafting.engine.speculation()
     for _ in range(rounds):
         for arm in (plain, drafting, drafting, plain):
@@ -122,13 +127,13 @@ def _cell(plain: _Arm, drafting: _Arm, draft_len: int, batch: int, threads: int,
         plain_tokens_per_second=tokens / slow,
         ratio=slow / fast,
         ratio_range=(min(ratios), max(ratios)),
+        cpu_ratio=min(plain.cpu_seconds) / min(drafting.cpu_seconds),
         windows_ms=[1e3 * second for second in drafting.seconds],
         plain_windows_ms=[1e3 * second for second in plain.seconds],
         acceptance=counts.to_dict(),
     )
-    print(
-        f"demo batch {batch} threads {threads}, {draft_len} drafts: {cell.ratio:.2f} x none; {counts}", file=sys.stderr
-    )
+    gain = f"{cell.ratio:.2f} x none, {cell.cpu_ratio:.2f} by CPU time"
+    print(f"demo batch {batch} threads {threads}, {draft_len} drafts: {gain}; {counts}", file=sys.stderr)
     return cell
 
 
@@ -144,12 +149,12 @@ def _prompts(folder: Path) -> Prompts:
 
 def print_table(cells: Sequence[dict[str, Any]]) -> None:
     """The cells for people."""
-    print("drafts  batch  threads  tok/s with drafts  without  ratio (range)  mean acceptance length")
+    print("drafts  batch  threads  tok/s with drafts  without  ratio (range)  by CPU time  mean acceptance length")
     for cell in cells:
         low, high = cell["ratio_range"]
         length = cell["acceptance"].get("mean_length")
         print(
             f"{cell['draft_len']:>6} {cell['batch']:>6} {cell['threads']:>8} {cell['tokens_per_second']:>18.1f}"
             f" {cell['plain_tokens_per_second']:>8.1f}   {cell['ratio']:.2f} ({low:.2f} to {high:.2f})"
-            f"  {'no drafts' if length is None else f'{length:.2f}':>12}"
+            f" {cell['cpu_ratio']:>12.2f}  {'no drafts' if length is None else f'{length:.2f}':>12}"
         )

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tandem.core import kv, sched
-from tandem.engine.errors import EngineClosedError, InvalidPromptError, check_token_ids
+from tandem.engine.errors import EngineClosedError, InvalidParameterError, InvalidPromptError, check_token_ids
+from tandem.engine.grammar import GrammarCompiler, GrammarMatcher
 from tandem.engine.outputs import FinishReason
 from tandem.engine.params import SamplingParams
 from tandem.engine.request import Request, Sink, Taken
@@ -46,7 +47,7 @@ _NO_ERROR = SampleError.NONE
 _FAILED = Taken(0, stops=False, stop_reason=None, failed=True)
 _SAMPLE_ERRORS = {
     SampleError.NOT_FINITE: "the logits are not finite",
-    SampleError.NOTHING_ALLOWED: "logit_bias and min_tokens forbid every token",
+    SampleError.NOTHING_ALLOWED: "logit_bias, min_tokens and grammar forbid every token",
 }
 
 
@@ -106,6 +107,7 @@ class Engine:
         self._runner = runner
         self._end_ids = frozenset(end_ids)
         self._tokenizer = tokenizer
+        self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, runner.vocab_size, self._end_ids)
         self._max_tokens = scheduler.config.max_sequence_tokens
         self._steps_ahead = 1 if scheduler.config.overlap else 0
         self._request_ids = itertools.count()
@@ -142,6 +144,7 @@ class Engine:
         Raises:
             InvalidPromptError: the prompt is empty, leaves no room below the limit, or holds unknown ids.
             InvalidTokenIdError: the parameters hold unknown ids.
+            InvalidParameterError: the grammar is malformed.
             EngineClosedError: the engine takes no more requests.
         """
         ids = [int(i) for i in prompt_ids]
@@ -160,6 +163,7 @@ class Engine:
             tokenizer=self._tokenizer,
             sink=sink,
             stream=stream,
+            grammar=self._matcher(params),
         )
         self._put(_Submit(request))
         return request.request_id
@@ -177,6 +181,13 @@ class Engine:
             )
         check_token_ids("the prompt", prompt_ids, self._runner.vocab_size)
         params.check_vocabulary(self._runner.vocab_size)
+
+    def _matcher(self, params: SamplingParams) -> GrammarMatcher | None:
+        if params.grammar is None:
+            return None
+        if self._grammars is None:
+            raise InvalidParameterError("grammar", params.grammar, "None in an engine without a tokenizer")
+        return self._grammars.matcher(params.grammar)
 
     def abort(self, request_id: int) -> None:
         """End a request soon; without effect where it has ended."""
@@ -286,6 +297,7 @@ class Engine:
             priority=params.priority,
             salt=_salt(request),
             speculate=params.speculate,
+            synchronous=request.grammar is not None,
         )
         try:
             request.seq_id = self._scheduler.submit(spec)
@@ -373,7 +385,7 @@ class Engine:
             if taken[i].failed:
                 continue
             # A row whose sequence ended or was preempted since its launch keeps nothing.
-            request.settle(results[i].tokens, taken[i], num_kept[i], results[i].logprobs)
+            request.settle(results[i].tokens, taken[i], num_kept[i], results[i].logprobs, results[i].drafts)
             if num_kept[i] and not ended[i]:
                 request.emit(num_kept[i])
         new_of = dict(zip(events.seq_id.tolist(), num_kept, strict=True))

@@ -53,6 +53,10 @@ class InvalidChatError(ValueError):
     """A conversation does not fit the chat template."""
 
 
+class GrammarError(RuntimeError):
+    """A text cannot go on in its grammar."""
+
+
 class EngineClosedError(RuntimeError):
     """The engine was closed; it takes no more requests."""
 

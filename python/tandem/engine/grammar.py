@@ -9,6 +9,7 @@ where it would have to be sampled, so verification rejects it, and the positions
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.errors import InvalidParameterError
+from tandem.engine.errors import GrammarError, InvalidParameterError
+from tandem.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import llguidance
@@ -26,6 +28,7 @@ MaskArray = npt.NDArray[np.int32]
 GrammarKind = Literal["json_object", "json_schema", "regex", "grammar"]
 _BITS = 32
 _EVERYTHING = -1
+_NO_DRAFT = -1
 
 
 @dataclass(frozen=True)
@@ -60,100 +63,115 @@ class GrammarCompiler:
     """Makes matchers for one vocabulary. Any thread may call it.
 
     Args:
-        tokenizer_json: the content of ``tokenizer.json``.
+        tokenizer: the vocabulary.
         vocab_size: V, the width of the logits, at least the tokenizer's own.
         end_ids: ids that end a text whose grammar is complete.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, end_ids: Collection[int]) -> None:
-        import llguidance  # only requests with a grammar pay for the import
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = sorted(end_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: llguidance.LLTokenizer | None = None
 
-        self._library = llguidance
-        self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(end_ids))
-
-    def matcher(self, grammar: Grammar, starts_after: int | None) -> GrammarMatcher:
-        """A matcher at the start of its text; ``starts_after`` is the id of the grammar's own `starts_after`.
+    def matcher(self, grammar: Grammar) -> GrammarMatcher:
+        """A matcher at the start of its text.
 
         Raises:
-            InvalidParameterError: the grammar is malformed, or too large to be walked.
+            InvalidParameterError: the grammar is malformed or too large, or starts after something that is no token.
         """
+        starts_after = None if grammar.starts_after is None else self._tokenizer.token_id(grammar.starts_after)
+        if starts_after is None and grammar.starts_after is not None:
+            raise InvalidParameterError("starts_after", grammar.starts_after, "a token of the vocabulary")
+        import llguidance  # only requests with a grammar pay for the import
+
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = llguidance.LLTokenizer(
+                    self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._end_ids or None
+                )
+        kind, source = grammar.kind, grammar.source
+        if kind == "json_object":
+            kind, source = "json_schema", '{"type": "object"}'
         try:
-            source = self._source(grammar)
-        # A GBNF text is translated by code that raises whatever it meets, and a schema must be a JSON object.
+            translated = llguidance.grammar_from(kind, source)
+        # A schema must be a JSON object; a GBNF text is translated by code that raises whatever it meets.
         except Exception as error:
             raise InvalidParameterError("grammar", grammar.source, f"a valid {grammar.kind} ({error})") from error
-        matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0)
+        matcher = llguidance.LLMatcher(self._vocabulary, translated, log_level=0)
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())
             raise InvalidParameterError("grammar", grammar.source, f"a valid {grammar.kind} ({reason})")
-        return GrammarMatcher(matcher, starts_after)
-
-    def _source(self, grammar: Grammar) -> str:
-        match grammar.kind:
-            case "json_object":
-                return self._library.grammar_from("json_schema", '{"type": "object"}')
-            case "grammar":
-                return self._library.grammar_from("grammar", grammar.source)
-            case kind:
-                return self._library.grammar_from(kind, grammar.source)
+        return GrammarMatcher(matcher, starts_after, -(-self._vocab_size // _BITS))
 
 
 class GrammarMatcher:
-    """Where one request's text stands in its grammar. The tokens it has seen are those of the text so far."""
+    """Where one request's text stands in its grammar. The tokens it has seen are those of the text so far.
 
-    def __init__(self, matcher: llguidance.LLMatcher, starts_after: int | None) -> None:
+    Args:
+        matcher: at the start of the text.
+        starts_after: the id that ends the free part; None where there is none.
+        num_words: int32 words of a mask, ceil(V / 32).
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, starts_after: int | None, num_words: int) -> None:
         self._matcher = matcher
         self._starts_after = starts_after
+        self._num_words = num_words
         self._started = starts_after is None
-        self._history: list[bool] = []
+        self._bound: list[bool] = []  # of each token, whether it is part of what follows the grammar
 
     @property
     def complete(self) -> bool:
         """Whether nothing but an end may follow."""
         return self._started and self._matcher.is_stopped()
 
-    def advance(self, token: int) -> bool:
-        """Take the text's next token; False, and nothing happens, if the grammar forbids it."""
-        if self._started and self._matcher.try_consume_tokens([token]) == 0:
-            return False
-        self._history.append(self._started)
-        self._started = self._started or token == self._starts_after
-        return True
+    def advance(self, token: int) -> None:
+        """Take the text's next token.
+
+        Raises:
+            GrammarError: the grammar forbids it, or cannot be walked on within its limits.
+        """
+        if not self._consume(token):
+            reason = " ".join(self._matcher.get_error().split())
+            raise GrammarError(f"the grammar does not allow token {token} here{reason and f' ({reason})'}")
 
     def rollback(self, count: int) -> None:
         """Take back the last ``count`` tokens."""
         if count == 0:
             return
-        undone = self._history[-count:]
-        del self._history[-count:]
+        undone = self._bound[-count:]
+        del self._bound[-count:]
         if any(undone):
             self._matcher.rollback(sum(undone))
         self._started = undone[0]
 
-    def fill_masks(self, drafts: Sequence[int], masks: MaskArray) -> None:
-        """The ids allowed at each position of a round, one bit each, lowest first.
+    def masks(self, drafts: Sequence[int]) -> MaskArray:
+        """The ids allowed at each position of a round of n drafts, one bit each, lowest first.
 
-        Args:
-            drafts: the round's n drafts, as they will be fed.
-            masks: int32 ``[1 + n, ceil(V / 32)]``, C-contiguous; row i is for the token after i drafts. Rows after a
-                forbidden draft, or after the end, allow everything.
+        Returns int32 ``[1 + n, ceil(V / 32)]``; row i is for the token after i drafts. Rows after a forbidden draft, or
+        after the end, allow everything.
         """
-        masks.fill(_EVERYTHING)
+        masks = np.full((1 + len(drafts), self._num_words), _EVERYTHING, dtype=np.int32)
         taken = 0
-        for row, draft in zip(masks, [*drafts, None], strict=True):
+        for row, draft in zip(masks, [*drafts, _NO_DRAFT], strict=True):
             if self.complete:
                 break
             if self._started:
                 self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if draft is None or not self.advance(draft):
+            if draft == _NO_DRAFT or not self._consume(draft):
                 break
             taken += 1
         self.rollback(taken)
+        return masks
 
-
-def mask_words(vocab_size: int) -> int:
-    """int32 words of one mask over ``vocab_size`` ids."""
-    return -(-vocab_size // _BITS)
+    def _consume(self, token: int) -> bool:
+        if self._started and self._matcher.try_consume_tokens([token]) == 0:
+            return False
+        self._bound.append(self._started)
+        self._started = self._started or token == self._starts_after
+        return True
 
 
 def unpack_masks(masks: MaskArray, vocab_size: int) -> npt.NDArray[np.bool_]:

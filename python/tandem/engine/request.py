@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from tandem.engine.detokenize import DecoderState, StopScanner
+from tandem.engine.grammar import GrammarMatcher, MaskArray
 from tandem.engine.outputs import Delta, FinishReason, RequestOutput, Timings, TokenLogprobs
 from tandem.engine.params import SamplingParams
 from tandem.engine.speculation import NO_ROUNDS, RoundCounts
@@ -49,6 +50,7 @@ class Request:
         tokenizer: None generates no text.
         sink: called on the engine thread with each delta; the last one holds the output.
         stream: whether deltas before the last are wanted.
+        grammar: what the text follows, at its start; None leaves the text free.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Request:
         tokenizer: Tokenizer | None,
         sink: Sink,
         stream: bool,
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -75,6 +78,9 @@ class Request:
         self.output_ids: list[int] = []
         self.stream = stream
         self.seq_id = -1
+        self.grammar = grammar
+        self._num_matched = 0  # tokens of the round taken last that the grammar has seen
+        self._drafts: list[int] = []
         self._sink = sink
         self._stop_reason: str | int | None = None
         self._error: str | None = None
@@ -102,12 +108,18 @@ class Request:
         if self._scheduled is None:
             self._scheduled = time.perf_counter() - self._submitted
 
+    def grammar_masks(self, num_drafts: int) -> MaskArray:
+        """What the grammar allows at each position of the next round, as `GrammarMatcher.masks` gives it."""
+        assert self.grammar is not None
+        return self.grammar.masks(self._drafts[:num_drafts])
+
     def take(self, tokens: Sequence[int]) -> Taken:
         """Read a round of sampled tokens up to the one that ends the request.
 
         Changes only the text; `settle` makes it final or takes it back. What raises changes nothing.
         """
         self._saved = self._save()
+        self._num_matched = 0
         try:
             return self._read(tokens)
         except BaseException:
@@ -124,10 +136,15 @@ class Request:
             stop = self._feed(token, may_stop=may_stop)
             if stop is not None:
                 return Taken(count, True, stop)
+            if self.grammar is not None and self.grammar.complete:
+                return Taken(count, True, None)
         return Taken(len(tokens), False, None)
 
     def _feed(self, token: int, *, may_stop: bool) -> str | None:
-        """Decode one token; the stop string that it completes, if any."""
+        """Take one token into the text; the stop string that it completes, if any."""
+        if self.grammar is not None:
+            self.grammar.advance(token)
+            self._num_matched += 1
         if self._decoder is None:
             return None
         match = self._scanner.feed(self._decoder.feed(token), may_stop=may_stop)
@@ -142,14 +159,25 @@ class Request:
         return _TextState(self._decoder.save(), self._scanner.text, self._cut)
 
     def _restore(self) -> None:
+        if self.grammar is not None:
+            self.grammar.rollback(self._num_matched)
         if self._decoder is not None and self._saved is not None:
             self._decoder.restore(self._saved.decoder)
             self._scanner.text, self._cut = self._saved.text, self._saved.cut
 
     def settle(
-        self, tokens: Sequence[int], taken: Taken, num_kept: int, logprobs: Sequence[TokenLogprobs] | None
+        self,
+        tokens: Sequence[int],
+        taken: Taken,
+        num_kept: int,
+        logprobs: Sequence[TokenLogprobs] | None,
+        drafts: Sequence[int] = (),
     ) -> None:
-        """Make the first ``num_kept`` tokens of the round that was taken last final; with 0 the round is forgotten."""
+        """Make the first ``num_kept`` tokens of the round that was taken last final; with 0 the round is forgotten.
+
+        ``drafts`` are those of the next round, where the request has a grammar.
+        """
+        self._drafts = list(drafts)
         if num_kept < taken.num_tokens:
             self._restore()
             for token in tokens[:num_kept]:

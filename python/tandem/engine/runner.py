@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from tandem.core import sched
+from tandem.engine.grammar import MaskArray
 from tandem.engine.outputs import LOWEST_LOGPROB, TokenLogprobs
 from tandem.engine.request import Request
 from tandem.engine.sampling import Logprobs, Sampled, SampleError, gather_logprobs
-from tandem.engine.seats import IntArray, Positions, RoundDrafts, SamplingSeats
+from tandem.engine.seats import IntArray, PositionMasks, Positions, RoundDrafts, SamplingSeats
 from tandem.engine.step_thread import Pending, StepThread
 from tandem.msa import AttentionBackend, Limits, PlanRows, RowKind, SeatState, StepMetadata, advance, derive
 from tandem.spec import DraftWorker, Verified, kept_positions, store_drafts, verify
@@ -74,7 +75,8 @@ class _FreshSeat:
 class _Step:
     """A step as the engine's thread hands it over. The plan's arrays are valid until the step's own completion.
 
-    ``sampling_rows`` are the plan's rows that yield tokens.
+    ``sampling_rows`` are the plan's rows that yield tokens; ``masks`` are what grammars allow at the positions of some
+    of these, each with its place among them.
     """
 
     plan: sched.StepPlan
@@ -82,16 +84,21 @@ class _Step:
     requests: list[Request]
     fresh: list[_FreshSeat]
     sampling_rows: IntArray
+    masks: list[tuple[int, MaskArray]]
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """What one sampling row brought: its tokens, or an error in their place."""
+    """What one sampling row brought: its tokens, or an error in their place.
+
+    ``drafts`` are those of its next round, given where the row has a grammar.
+    """
 
     tokens: list[int]
     num_accepted: int
     error: SampleError
     logprobs: list[TokenLogprobs] | None
+    drafts: list[int]
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,12 @@ class ModelRunner:
             request.mark_scheduled()
             fresh.append(_FreshSeat(int(rows.seat[row]), request, list(request.output_ids)))
         sampling_rows = np.flatnonzero(rows.samples)
-        step = _Step(plan, rows, row_requests, fresh, sampling_rows)
+        masks = [
+            (i, row_requests[row].grammar_masks(int(rows.num_drafts[row])))
+            for i, row in enumerate(sampling_rows.tolist())
+            if row_requests[row].grammar is not None
+        ]
+        step = _Step(plan, rows, row_requests, fresh, sampling_rows, masks)
         outcome = Pending(lambda: self._run(step))
         if self._thread is None:
             outcome.run()
@@ -230,7 +242,7 @@ class ModelRunner:
         decides = hidden if meta.num_logits == meta.num_tokens else hidden.index_select(0, meta.logit_token)
         logits = self._model.logits(decides)
         middle = time.perf_counter()
-        positions, first_position = self._positions(rows, step.sampling_rows)
+        positions, first_position = self._positions(rows, step.sampling_rows, step.masks)
         sampled = self._seats.decide(logits, positions)
         wanted = _wanted_logprobs([step.requests[row] for row in step.sampling_rows], first_position)
         logprobs = None
@@ -244,25 +256,31 @@ class ModelRunner:
         self._seats.advance(positions.seat, sampled.tokens, kept_positions(meta, verified) if verifies else None)
         advance(self._state, meta, verified.newest, verified.num_accepted if verifies else None)
         end = time.perf_counter()
+        published: dict[int, list[int]] = {}
         if self._draft_worker is not None:
             proposes = step.plan.proposes[step.sampling_rows]
             proposing = None if proposes.all() else torch.from_numpy(np.flatnonzero(proposes)).to(tokens.device)
             drafts = self._draft_worker.run(meta, tokens, verified, captured, proposing)
             store_drafts(self._state, meta, drafts)
+            published = {i: drafts[i].tolist() for i, _ in step.masks}
         drafted = time.perf_counter()
         if (overrun := int(meta.overrun)) > 0:
             raise RuntimeError(f"a sequence is {overrun} tokens longer than the plan of its step allows")
-        rows_results = _row_results(sampled, verified, first_position, _logprobs_by_position(sampled, wanted, logprobs))
+        by_position = _logprobs_by_position(sampled, wanted, logprobs)
+        rows_results = _row_results(sampled, verified, first_position, by_position, published)
         self.times.model += middle - start
         self.times.sample += end - middle + time.perf_counter() - drafted
         self.times.draft += drafted - end
         return StepOutcome(rows_results, prompt_logprobs)
 
-    def _positions(self, rows: PlanRows, sampling_rows: IntArray) -> tuple[Positions, IntArray]:
+    def _positions(
+        self, rows: PlanRows, sampling_rows: IntArray, masks: Sequence[tuple[int, MaskArray]]
+    ) -> tuple[Positions, IntArray]:
         """The step's positions, and where each sampling row's begin ``[N+1]``."""
         seat = rows.seat[sampling_rows].astype(np.int64)
         if not rows.num_drafts.any():
-            return Positions(seat, self._token_index, None), self._iota[: len(seat) + 1]
+            first = self._iota[: len(seat) + 1]
+            return Positions(seat, self._token_index, None, _position_masks(masks, first)), first
         counts = np.where(rows.kind[sampling_rows] == _DECODE, rows.query_len[sampling_rows], 1).astype(np.int64)
         first = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=first[1:])
@@ -270,7 +288,7 @@ class ModelRunner:
         row_end = np.cumsum(rows.query_len, dtype=np.int64)[sampling_rows]
         place = np.repeat(row_end - counts, counts) + before
         drafts = RoundDrafts(before, place, self._meta.token_ids)
-        return Positions(np.repeat(seat, counts), self._token_index, drafts), first
+        return Positions(np.repeat(seat, counts), self._token_index, drafts, _position_masks(masks, first)), first
 
     def _token_index(self) -> Tensor:
         """The index of the token that each position of the derived step decides, int64 ``[L]``."""
@@ -299,18 +317,30 @@ class ModelRunner:
         return parts
 
 
+def _position_masks(masks: Sequence[tuple[int, MaskArray]], first_position: IntArray) -> PositionMasks | None:
+    if not masks:
+        return None
+    place = [first_position[i] + np.arange(len(bits)) for i, bits in masks]
+    return PositionMasks(np.concatenate(place), np.concatenate([bits for _, bits in masks]))
+
+
 def _row_results(
-    sampled: Sampled, verified: Verified, first_position: IntArray, logprobs: Mapping[int, TokenLogprobs]
+    sampled: Sampled,
+    verified: Verified,
+    first_position: IntArray,
+    logprobs: Mapping[int, TokenLogprobs],
+    drafts: Mapping[int, list[int]],
 ) -> list[RowResult]:
-    """One result per sampling row, whose positions begin at ``first_position`` ``[N+1]``."""
+    """One result per sampling row, whose positions begin at ``first_position`` ``[N+1]``; ``drafts`` by row."""
     tokens, errors = sampled.tokens.tolist(), sampled.errors.tolist()
     results = []
-    for first, num_accepted in zip(first_position[:-1].tolist(), verified.num_accepted.tolist(), strict=True):
+    starts = zip(first_position[:-1].tolist(), verified.num_accepted.tolist(), strict=True)
+    for i, (first, num_accepted) in enumerate(starts):
         # What follows the first draft that was not accepted is dead, errors included.
         end = first + num_accepted + 1
         error = _ERRORS[max(errors[first:end])]
         row_logprobs = [logprobs[i] for i in range(first, end)] if first in logprobs else None
-        results.append(RowResult(tokens[first:end], num_accepted, error, row_logprobs))
+        results.append(RowResult(tokens[first:end], num_accepted, error, row_logprobs, drafts.get(i, [])))
     return results
 
 

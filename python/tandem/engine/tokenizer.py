@@ -77,6 +77,11 @@ class Tokenizer:
         """Number of ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The content of a ``tokenizer.json``."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its string, None if the vocabulary has no such token."""
         return self._tokenizer.token_to_id(token)

@@ -8,15 +8,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tandem.engine.grammar import Grammar
     from tandem.engine.llm import LLM
     from tandem.engine.outputs import Delta, RequestOutput
     from tandem.engine.params import SamplingParams
 
-__all__ = ["LLM", "Delta", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Delta", "Grammar", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
     "LLM": "tandem.engine.llm",
     "Delta": "tandem.engine.outputs",
+    "Grammar": "tandem.engine.grammar",
     "RequestOutput": "tandem.engine.outputs",
     "SamplingParams": "tandem.engine.params",
 }

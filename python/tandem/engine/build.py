@@ -150,8 +150,13 @@ def build_engine(options: EngineOptions, tokenizer: Tokenizer) -> BuiltEngine:
         draft_worker=draft_worker,
         before_step=poison,
     )
-    end_ids = _end_ids(config, tokenizer, options.model_path)
-    engine = Engine(scheduler, runner, end_ids=end_ids, tokenizer=tokenizer, seed=options.seed)
+    try:
+        end_ids = _end_ids(config, tokenizer, options.model_path)
+        engine = Engine(scheduler, runner, end_ids=end_ids, tokenizer=tokenizer, seed=options.seed)
+    except BaseException:
+        # The error refers to the runner through its frames, so its thread would outlive the attempt.
+        runner.close()
+        raise
     seconds = time.perf_counter() - start
     pool_bytes = limits.num_slots * cache_layout.slot_bytes
     _log.info("loaded %s in %.2f s: %s, a pool of %d bytes", options.model_path, seconds, limits, pool_bytes)

@@ -34,6 +34,7 @@ class EngineThread:
         self._thread.start()
         self._ready.wait()
         if self._failure is not None:
+            self._thread.join()
             raise self._failure
 
     @property

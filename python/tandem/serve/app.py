@@ -20,6 +20,7 @@ from tandem.serve.answers import error_response, json_response
 from tandem.serve.chat import chat, encode_conversation
 from tandem.serve.completions import complete
 from tandem.serve.errors import ApiError, bad_request
+from tandem.serve.metrics import CONTENT_TYPE
 from tandem.serve.protocol import (
     Body,
     ChatBody,
@@ -33,6 +34,7 @@ from tandem.serve.service import Service
 
 _log = logging.getLogger(__name__)
 
+_METRICS_WAIT_S = 1.0
 # Whoever watches a server is not one of its users.
 _OPEN_PATHS = frozenset({"/health", "/live", "/metrics"})
 
@@ -50,6 +52,7 @@ def make_app(service: Service) -> ASGIApp:
         Route("/v1/models", endpoints.models, methods=["GET"]),
         Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
         Route("/v1/stats", endpoints.stats, methods=["GET"]),
+        Route("/metrics", endpoints.metrics, methods=["GET"]),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
         Route("/health", endpoints.health, methods=["GET"]),
@@ -57,7 +60,7 @@ def make_app(service: Service) -> ASGIApp:
     ]
     app = Starlette(
         routes=routes,
-        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_fault},
+        exception_handlers={ApiError: endpoints.on_api_error, HTTPException: _on_http_error, Exception: _on_fault},
     )
     return _Keys(app, service.options.api_keys)
 
@@ -112,7 +115,23 @@ class _Endpoints:
         }
 
     async def stats(self, request: Request) -> Response:
-        return json_response(await self._service.client.stats())
+        return json_response((await self._service.client.stats()).to_dict())
+
+    async def metrics(self, request: Request) -> Response:
+        """Where the engine does not answer in time, its counters are those of its last answer."""
+        metrics = self._service.metrics
+        try:
+            async with asyncio.timeout(_METRICS_WAIT_S):
+                metrics.update(await self._service.client.stats())
+        except (TimeoutError, ApiError) as error:
+            _log.warning("the engine's counters are not fresh: %s", str(error) or "it does not answer")
+        return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def on_api_error(self, request: Request, error: Exception) -> Response:
+        """The answer to a request that is refused."""
+        assert isinstance(error, ApiError)
+        self._service.metrics.count_refused(error.status)
+        return error_response(error)
 
     async def tokenize(self, request: Request) -> Response:
         data = await self._read(request)
@@ -169,11 +188,6 @@ class _Keys:
                 )
                 return
         await self._app(scope, receive, send)
-
-
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

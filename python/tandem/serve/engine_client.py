@@ -10,7 +10,7 @@ import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ import zmq.asyncio
 from tandem.serve import messages
 from tandem.serve.errors import ApiError, EngineStartError, bad_request
 from tandem.serve.messages import Abort, Beat, End, Failed, FromEngine, GetStats, Piece, Pieces, Ready, StatsReply
+from tandem.serve.metrics import RequestTimings
+from tandem.serve.metrics_snapshot import Snapshot
 from tandem.serve.options import ServerOptions
 
 _log = logging.getLogger(__name__)
@@ -85,18 +87,39 @@ class Job:
         self._client.abort(self._index)
 
 
+@dataclass
+class _Unfinished:
+    """A generation that runs or waits."""
+
+    job: Job
+    prompt_tokens: int
+    num_tokens: int = 0
+
+    def timings(self, end: End) -> RequestTimings:
+        return RequestTimings(
+            finish_reason=end.finish_reason,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.num_tokens,
+            scheduled_s=end.scheduled_s,
+            first_token_s=end.first_token_s,
+            total_s=end.total_s,
+        )
+
+
 class EngineClient:
     """The engine process as the HTTP process sees it. Everything runs on one event loop.
 
     Args:
         options: which engine, and how many generations it may have at once.
+        on_end: called with each generation that the engine ran and ended.
     """
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, on_end: Callable[[RequestTimings], None]) -> None:
         self._options = options
+        self._on_end = on_end
         self._request_ids = itertools.count()
-        self._jobs: dict[int, Job] = {}
-        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._unfinished: dict[int, _Unfinished] = {}
+        self._calls: dict[int, asyncio.Future[Snapshot]] = {}
         self._outgoing: asyncio.Queue[messages.ToEngine] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._process: Process | None = None
@@ -169,8 +192,8 @@ class EngineClient:
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
         except TimeoutError:
-            _log.warning("%d generations are aborted after %g s of grace", len(self._jobs), grace_s)
-            self.abort(self._jobs)
+            _log.warning("%d generations are aborted after %g s of grace", len(self._unfinished), grace_s)
+            self.abort(self._unfinished)
 
     def unhealthy(self) -> str | None:
         """Why the engine should get no requests now; None where it may."""
@@ -183,10 +206,9 @@ class EngineClient:
             return "the server is shutting down"
         if now - self._last_beat > stall_s:
             return f"the engine process has not been heard of for {now - self._last_beat:.1f} s"
-        if self._jobs and now - self._last_progress > stall_s:
-            return (
-                f"the engine has {len(self._jobs)} requests and made no progress for {now - self._last_progress:.1f} s"
-            )
+        if self._unfinished and now - self._last_progress > stall_s:
+            waited_s = now - self._last_progress
+            return f"the engine has {len(self._unfinished)} requests and made no progress for {waited_s:.1f} s"
         return None
 
     # Requests.
@@ -194,7 +216,7 @@ class EngineClient:
     @property
     def num_unfinished(self) -> int:
         """Generations that run or wait, those included whose client has gone but whose end has not come yet."""
-        return len(self._jobs)
+        return len(self._unfinished)
 
     def submit(self, generations: Sequence[Generation], *, stream: bool) -> Job:
         """Run generations, all or none.
@@ -207,20 +229,20 @@ class EngineClient:
             raise bad_request(f"the request asks for {len(generations)} generations; at most {most} run at once")
         if self.ready is None or self.draining or self.died.is_set():
             raise ApiError(503, self.unhealthy() or "", code="not_ready", retry_after_s=RETRY_AFTER_S)
-        if len(self._jobs) + len(generations) > most:
+        if len(self._unfinished) + len(generations) > most:
             raise ApiError(
                 429,
-                f"{len(self._jobs)} generations run or wait, at most {most} may; try again later",
+                f"{len(self._unfinished)} generations run or wait, at most {most} may; try again later",
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
         ids = [next(self._request_ids) for _ in generations]
         job = Job(self, ids)
-        if not self._jobs:
+        if not self._unfinished:
             self._last_progress = time.monotonic()
             self._idle.clear()
         for request_id, generation in zip(ids, generations, strict=True):
-            self._jobs[request_id] = job
+            self._unfinished[request_id] = _Unfinished(job, len(generation.prompt_ids))
             message = messages.Submit(request_id, generation.prompt_ids, generation.params, stream)
             self._outgoing.put_nowait(message)
         return job
@@ -228,11 +250,11 @@ class EngineClient:
     def abort(self, request_ids: Sequence[int] | dict[int, Any]) -> None:
         """End those of the generations that still run."""
         for request_id in request_ids:
-            if request_id in self._jobs:
+            if request_id in self._unfinished:
                 self._outgoing.put_nowait(Abort(request_id))
 
-    async def stats(self, *, drain: bool = False) -> dict[str, Any]:
-        """The engine's counters.
+    async def stats(self) -> Snapshot:
+        """The engine's counters; waits for the end of the step that runs.
 
         Raises:
             ApiError: the engine is not there (503).
@@ -240,9 +262,9 @@ class EngineClient:
         if self.ready is None or self.died.is_set():
             raise ApiError(503, self.unhealthy() or "", code="not_ready", retry_after_s=RETRY_AFTER_S)
         call_id = next(self._request_ids)
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
-        self._outgoing.put_nowait(GetStats(call_id, drain))
+        self._outgoing.put_nowait(GetStats(call_id))
         try:
             return await future
         finally:
@@ -283,12 +305,15 @@ class EngineClient:
                 started.set_exception(EngineStartError(text))
 
     def _deliver(self, piece: Piece) -> None:
-        job = self._jobs[piece.request_id]
+        unfinished = self._unfinished[piece.request_id]
+        unfinished.num_tokens += piece.num_tokens
         if piece.end is not None:
-            del self._jobs[piece.request_id]
-            if not self._jobs:
+            del self._unfinished[piece.request_id]
+            if not self._unfinished:
                 self._idle.set()
-        job.put(piece)
+            if not piece.end.refused:
+                self._on_end(unfinished.timings(piece.end))
+        unfinished.job.put(piece)
 
     async def _watch(self, process: Process) -> None:
         code = await process.wait()
@@ -298,7 +323,7 @@ class EngineClient:
         text = f"the engine process ended with code {code}"
         if self._started is not None and not self._started.done():
             self._started.set_exception(EngineStartError(f"{text} while it was loading the model"))
-        for request_id in deque(self._jobs):
+        for request_id in deque(self._unfinished):
             self._deliver(Piece(request_id, "", 0, end=End("error", cached_tokens=0, error=text)))
         for waiting in self._calls.values():
             if not waiting.done():

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from io import FileIO
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -28,11 +28,9 @@ from tandem.engine.outputs import Delta, RequestOutput, TokenLogprobs
 from tandem.engine.params import SamplingParams
 from tandem.serve import messages
 from tandem.serve.messages import Abort, Beat, End, Failed, GetStats, LogprobEntry, Piece, Ready, StatsReply, Submit
+from tandem.serve.metrics_snapshot import Snapshot
 from tandem.serve.options import EngineConfig
 from tandem.serve.outbox import Outbox
-
-if TYPE_CHECKING:
-    from tandem.engine.engine import EngineStats
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -64,11 +62,11 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True)
 class BuiltForServing:
-    """An engine with what the HTTP process must know of it. ``stats`` gives plain numbers, on the engine thread."""
+    """An engine with what the HTTP process must know of it. ``stats`` is called on the engine thread."""
 
     engine: ServedEngine
     ready: Ready
-    stats: Callable[[], dict[str, Any]]
+    stats: Callable[[], Snapshot]
     close: Callable[[], None]
 
 
@@ -179,28 +177,14 @@ def _entries(logprobs: list[TokenLogprobs] | None) -> list[LogprobEntry] | None:
     return None if logprobs is None else [_entry(entry) for entry in logprobs]
 
 
-def stats_of(stats: EngineStats) -> dict[str, Any]:
-    """The engine's counters as plain numbers."""
-    ledger, scheduler = stats.ledger, stats.scheduler
-    return {
-        "num_steps": stats.num_steps,
-        "num_running": scheduler.num_running,
-        "num_waiting": scheduler.num_waiting,
-        "pages": {
-            "free": ledger.free,
-            "cached": ledger.cached,
-            "held": ledger.held,
-            "leased": ledger.leased,
-            "total": ledger.total,
-        },
-    }
-
-
 def build_for_serving(config: EngineConfig) -> BuiltForServing:
     """Load the model that the configuration names."""
     from tandem.engine.llm import LLM
+    from tandem.serve.engine_stats import snapshot_of
 
     llm = LLM(**msgspec.structs.asdict(config))
+    # The first step loads what only steps need; nobody should wait for that who was told that the server is ready.
+    llm.generate([0], SamplingParams(max_tokens=1), progress=False)
     limits = llm.limits
     ready = Ready(
         vocab_size=llm.config.vocab_size,
@@ -208,7 +192,7 @@ def build_for_serving(config: EngineConfig) -> BuiltForServing:
         max_model_len=limits.max_model_len,
         load_seconds=llm.load_seconds,
     )
-    return BuiltForServing(llm.engine, ready, lambda: stats_of(llm.engine.stats()), llm.close)
+    return BuiltForServing(llm.engine, ready, lambda: snapshot_of(llm.engine.stats()), llm.close)
 
 
 def serve_engine(build: Build, addresses: tuple[str, str]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from tandem.engine.outputs import FinishReason
+from tandem.serve.metrics_snapshot import Snapshot
 
 # One token with its log-probability, and those of the most likely ids: (id, logprob, ((id, logprob), ...)).
 LogprobEntry = tuple[int, float, tuple[tuple[int, float], ...]]
@@ -42,7 +43,6 @@ class GetStats(_Message):
     """Ask for a `StatsReply` with the same number."""
 
     call_id: int
-    drain: bool
 
 
 # From the engine.
@@ -113,10 +113,10 @@ class Beat(_Message):
 
 
 class StatsReply(_Message):
-    """Answer to `GetStats`: plain numbers, by name."""
+    """Answer to `GetStats`."""
 
     call_id: int
-    stats: dict[str, Any]
+    stats: Snapshot
 
 
 ToEngine = Submit | Abort | Stop | GetStats

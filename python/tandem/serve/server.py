@@ -16,6 +16,7 @@ from tandem.serve.app import make_app
 from tandem.serve.connection import ConnectionLimits, bounded_protocol
 from tandem.serve.engine_client import EngineClient
 from tandem.serve.errors import EngineStartError, ServerSetupError
+from tandem.serve.metrics import ServerMetrics
 from tandem.serve.options import ServerOptions
 from tandem.serve.service import Service
 
@@ -60,9 +61,10 @@ def run_server(options: ServerOptions) -> int:
 async def _serve(
     options: ServerOptions, tokenizer: Tokenizer, chat_template: ChatTemplate, listener: socket.socket
 ) -> int:
-    client = EngineClient(options)
+    metrics = ServerMetrics(options.served_model_name)
+    client = EngineClient(options, metrics.observe_request)
     config = uvicorn.Config(
-        make_app(Service(options, client, tokenizer, chat_template)),
+        make_app(Service(options, client, tokenizer, chat_template, metrics)),
         http=bounded_protocol(ConnectionLimits(send_timeout_s=options.send_timeout_s)),
         ws="none",
         lifespan="off",

@@ -16,6 +16,7 @@ from tandem.engine.tokenizer import Tokenizer
 from tandem.serve.engine_client import EngineClient, Generation, Job
 from tandem.serve.errors import ApiError, bad_request
 from tandem.serve.messages import End, Piece, Ready
+from tandem.serve.metrics import ServerMetrics
 from tandem.serve.options import ServerOptions
 from tandem.serve.protocol import SamplingBody
 
@@ -50,6 +51,7 @@ class Service:
     client: EngineClient
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+    metrics: ServerMetrics
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

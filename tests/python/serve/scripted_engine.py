@@ -1,6 +1,7 @@
 """An engine without a model, which costs next to nothing: it says what its prompt tells it to.
 
-A prompt is a text of words `key=value` (`Script`); without any, the reply is "abc" over and over up to `max_tokens`.
+A prompt is a text of words `key=value` (`Script`), values in percent encoding; without any, the reply is "abc" over and
+over up to `max_tokens`.
 """
 
 import argparse
@@ -12,12 +13,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
+from urllib.parse import unquote
 
 from tandem.engine.outputs import Delta, FinishReason, RequestOutput, Timings
 from tandem.engine.params import SamplingParams
 from tandem.serve.engine_process import BuiltForServing, serve_engine
 from tandem.serve.messages import Ready
+from tandem.serve.metrics_snapshot import Snapshot
 from tandem.serve.options import EngineConfig
 from tests.python.engine.byte_tokenizer import SPECIALS
 
@@ -30,7 +33,7 @@ _T = TypeVar("_T")
 class Script:
     """``word``: what each token says. ``fail_after``: tokens before an error. ``stall_after``: tokens before the whole
     engine stands still for ``stall_s``. ``die_after``: tokens before the process ends. ``stamp``: each token says the
-    time instead, in nanoseconds of the monotonic clock.
+    time instead, in nanoseconds of the monotonic clock. ``spell``: the reply, a character a token, then its end.
     """
 
     word: str = "abc"
@@ -39,8 +42,12 @@ class Script:
     stall_s: float = 0.0
     die_after: int = -1
     stamp: int = 0
+    spell: str = ""
 
-    def says(self, count: int) -> str:
+    def says(self, first: int, count: int) -> str:
+        """What the tokens from ``first`` on say."""
+        if self.spell:
+            return self.spell[first : first + count]
         return f"{time.monotonic_ns()} " * count if self.stamp else self.word * count
 
     @classmethod
@@ -48,7 +55,7 @@ class Script:
         text = bytes(i - len(SPECIALS) for i in prompt_ids if i >= len(SPECIALS)).decode()
         pairs = [word.split("=", 1) for word in text.split() if "=" in word]
         kinds = {name: type(value) for name, value in vars(cls()).items()}
-        return cls(**{name: kinds[name](value) for name, value in pairs if name in kinds})
+        return cls(**{name: kinds[name](unquote(value)) for name, value in pairs if name in kinds})
 
 
 @dataclass
@@ -94,12 +101,17 @@ class ScriptedEngine:
         self._put(lambda: future.set_result(run()))
         return future
 
-    def stats(self) -> dict[str, Any]:
-        return {
-            "num_running": len(self._running),
-            "num_steps": self.num_steps,
-            "num_aborted": self._num_aborted,
+    def stats(self) -> Snapshot:
+        counters = dict.fromkeys(Snapshot.__struct_fields__, 0) | {
+            "running": len(self._running),
+            "steps": self.num_steps,
+            "finished": {"abort": self._num_aborted},
+            "pages": dict.fromkeys(("free", "cached", "held", "leased", "total"), 0),
+            "step_seconds": {},
+            "rounds": {},
+            "alarms": {},
         }
+        return Snapshot.from_dict(counters)
 
     def _put(self, item: Running | int | Callable[[], None]) -> None:
         with self._changed:
@@ -138,30 +150,33 @@ class ScriptedEngine:
             self._end(running, "error", [])
             return
         most = MAX_MODEL_LEN if running.params.max_tokens is None else running.params.max_tokens
+        if script.spell:
+            most = min(most, len(script.spell))
         marks = [m for m in (script.stall_after, script.die_after, script.fail_after) if m > done]
         count = min([self._tokens_per_round, most - done, *(mark - done for mark in marks)])
         new = [7] * count
         running.token_ids += new
         if len(running.token_ids) >= most:
-            self._end(running, "length", new)
+            self._end(running, "stop" if most == len(script.spell) else "length", new)
         elif running.stream:
-            running.sink(Delta(running.request_id, script.says(count), new))
+            running.sink(Delta(running.request_id, script.says(done, count), new))
 
     def _end(self, running: Running, reason: FinishReason, new: list[int]) -> None:
         del self._running[running.request_id]
         self._num_aborted += reason == "abort"
+        says, total = running.script.says, len(running.token_ids)
         output = RequestOutput(
             request_id=running.request_id,
             prompt=None,
             prompt_token_ids=running.prompt_ids,
-            text="" if running.stream else running.script.says(len(running.token_ids)),
+            text="" if running.stream else says(0, total),
             token_ids=running.token_ids,
             cached_tokens=0,
             finish_reason=reason,
             error="the script says so" if reason == "error" else None,
             timings=Timings(0.0, 0.0, time.perf_counter() - running.start),
         )
-        running.sink(Delta(running.request_id, running.script.says(len(new)), new, output=output))
+        running.sink(Delta(running.request_id, says(total - len(new), len(new)), new, output=output))
 
 
 def main() -> int:

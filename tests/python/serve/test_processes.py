@@ -22,7 +22,7 @@ def in_background(server: ServerProcess, body: dict[str, object]) -> tuple[threa
 
 
 def num_running(server: ServerProcess) -> int:
-    return int(server.get("/v1/stats").json["num_running"])
+    return int(server.get("/v1/stats").json["running"])
 
 
 def test_a_completion_streams_through_both_processes(tmp_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""The endpoints beside generation: models, tokens, metrics, and what the program says when it cannot serve."""
+
+import importlib
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem import LLM
+from tandem.cli import main
+from tandem.serve import command
+from tandem.serve.options import EngineConfig, ServerOptions
+from tests.python.engine.byte_tokenizer import byte_tokenizer_json
+from tests.python.serve.server_process import ROOT, ServerProcess
+
+
+def test_the_served_model_is_listed(server: ServerProcess) -> None:
+    client = server.client()
+    (model,) = client.models.list()
+    assert (model.id, model.owned_by) == ("tiny", "tandem")
+    assert client.models.retrieve("tiny") == model
+    assert server.get("/v1/models/other").status == 404
+    assert server.get("/v1/models").json["data"][0]["max_model_len"] == 256
+
+
+def test_text_becomes_tokens_and_comes_back(server: ServerProcess, llm: LLM) -> None:
+    for text in ("hello", "]~b]ai\nKöln [e~[", "x" * 3000):
+        answer = server.post("/tokenize", {"model": "tiny", "prompt": text}).json
+        assert answer["tokens"] == llm.tokenizer.encode(text)
+        assert answer["count"] == len(answer["tokens"])
+        assert server.post("/detokenize", {"tokens": answer["tokens"]}).json == {"prompt": text}
+    hidden = server.post("/detokenize", {"tokens": llm.tokenizer.encode("a[e~["), "skip_special_tokens": True})
+    assert hidden.json == {"prompt": "a"}
+    refused = server.post("/detokenize", {"tokens": [300]})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "tokens")
+
+
+def metrics(server: ServerProcess) -> dict[str, float]:
+    """Values of the samples, by name and labels but the model's name."""
+    answer = server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(answer.body.decode()):
+        for sample in family.samples:
+            labels = [value for name, value in sorted(sample.labels.items()) if name not in ("model_name", "le")]
+            if "le" not in sample.labels:
+                found[" ".join([sample.name.removeprefix("tandem:"), *labels])] = sample.value
+    return found
+
+
+def test_metrics_count_what_was_served(server: ServerProcess) -> None:
+    before = metrics(server)
+    body = {"model": "tiny", "prompt": "metrics are counted, byte by byte", "max_tokens": 5, "ignore_eos": True}
+    for _ in range(2):
+        assert server.post("/v1/completions", body).status == 200
+    assert server.post("/v1/completions", body | {"n": 0}).status == 400
+    after = metrics(server)
+
+    def grew(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    assert grew("prompt_tokens_total") == 2 * 33
+    assert grew("generation_tokens_total") == 2 * 5
+    assert grew("prompt_tokens_cached_total") == 32
+    assert grew("request_success_total length") == 2
+    assert grew("e2e_request_latency_seconds_count") == grew("time_to_first_token_seconds_count") == 2
+    assert grew("requests_refused_total 400") == 1
+    assert (after["num_requests_running"], after["num_requests_waiting"]) == (0, 0)
+
+
+def test_a_path_with_a_strange_name_is_a_plain_404(server: ServerProcess) -> None:
+    for path in ("/v1/models/%00", "/v1/models/a/b/../c", "/%2e%2e/etc/passwd", "/v1/completions/"):
+        assert server.get(path).status in (307, 404)
+
+
+# The program.
+
+
+def test_a_missing_package_takes_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = importlib.import_module
+
+    def without_uvicorn(name: str) -> object:
+        if name == "uvicorn":
+            raise ModuleNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(command.importlib, "import_module", without_uvicorn)
+    assert main(["serve", "--model", "demo"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "(uvicorn): pip install 'tandem-serve[serve]'" in err
+
+
+def run_serve(*arguments: str) -> tuple[int, str]:
+    process = subprocess.run(
+        [sys.executable, "-m", "tandem.cli", "serve", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    return process.returncode, process.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def empty_model(tmp_path: Path) -> str:
+    """A folder with nothing but a tokenizer."""
+    (tmp_path / "tokenizer.json").write_text(byte_tokenizer_json())
+    return str(tmp_path)
+
+
+def test_an_address_in_use_takes_one_line(empty_model: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code, line = run_serve("--model", empty_model, "--port", str(port))
+    assert code == 2
+    assert line.startswith(f"tandem: cannot listen on 127.0.0.1:{port}: ")
+
+
+def test_a_model_that_cannot_be_built_takes_one_line(empty_model: str) -> None:
+    code, line = run_serve("--model", empty_model, "--port", "0")
+    assert code == 2
+    assert line.startswith("tandem: ")
+    assert "config.json" in line
+
+
+def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> ServerOptions:
+    """What the command line asks the server for."""
+    asked: list[ServerOptions] = []
+    monkeypatch.setattr("tandem.serve.server.run_server", lambda options: asked.append(options) or 0)
+    assert main(["serve", *arguments]) == 0
+    return asked[0]
+
+
+def test_the_command_line_fills_in_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plain = options_of(monkeypatch, "--model", "demo")
+    assert (plain.host, plain.port, plain.api_keys, plain.served_model_name) == ("127.0.0.1", 8000, [], "demo")
+    assert plain == ServerOptions(
+        engine=plain.engine, model_path=plain.model_path, served_model_name="demo", api_keys=[]
+    )
+    assert plain.engine == EngineConfig(model="demo", drafter="auto")
+    (tmp_path / "keys").write_text("first\n\nsecond\n")
+    given = options_of(
+        monkeypatch,
+        *("--model", str(tmp_path), "--host", "::1", "--port", "0", "--max-body-bytes", "9", "--max-requests", "3"),
+        *("--api-key", "zeroth", "--api-key-file", str(tmp_path / "keys"), "--served-model-name", "mine"),
+        *("--request-timeout", "1.5", "--send-timeout", "2", "--shutdown-grace", "3", "--stall-timeout", "4"),
+        *("--drafter", "none", "--max-seats", "5", "--no-prefix-cache", "--seed", "6", "--access-log"),
+    )
+    assert given == ServerOptions(
+        engine=EngineConfig(model=str(tmp_path), max_seats=5, enable_prefix_cache=False, seed=6),
+        model_path=tmp_path,
+        served_model_name="mine",
+        host="::1",
+        port=0,
+        api_keys=["zeroth", "first", "second"],
+        max_requests=3,
+        max_body_bytes=9,
+        request_timeout_s=1.5,
+        send_timeout_s=2,
+        shutdown_grace_s=3,
+        stall_s=4,
+        access_log=True,
+    )
+
+
+@pytest.mark.parametrize("option", ["--max-requests=0", "--request-timeout=nan", "--send-timeout=0", "--port=x"])
+def test_a_senseless_option_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--model", "demo", option])
+    assert caught.value.code == 2
+    assert option.split("=")[0] in capsys.readouterr().err
+
+
+def test_without_a_host_only_loopback_is_listened_on(server: ServerProcess) -> None:
+    listening = Path("/proc/net/tcp").read_text()
+    assert f"0100007F:{server.port:04X}" in listening
+    assert f"00000000:{server.port:04X}" not in listening

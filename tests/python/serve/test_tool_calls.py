@@ -282,8 +282,8 @@ def test_the_name_comes_first_and_strings_stream() -> None:
     parser = ToolCallParser(TOOLS)
     assert parser.feed(f'ok {N}<tool_call>{N}<invoke name="f"') == [ContentText("ok ")]
     assert parser.feed(">") == [ToolCallStart(0, "f"), ToolCallArguments(0, "{")]
-    assert parser.feed(f"{N}<s>hel") == [ToolCallArguments(0, '"s": "hel')]
-    assert parser.feed('lo"]<') == [ToolCallArguments(0, 'lo\\"')]
+    assert parser.feed(f"{N}<s>good") == [ToolCallArguments(0, '"s": "good')]
+    assert parser.feed(' day"]<') == [ToolCallArguments(0, ' day\\"')]
     assert parser.feed(f"!{N}</s>{N}<i>1") == [ToolCallArguments(0, ']<!", "i": ')]
     assert parser.feed("2") == []
     assert parser.feed(f"{N}</i>") == [ToolCallArguments(0, "12")]

@@ -1,5 +1,6 @@
 """The derivation of a step's metadata, against a model that counts one token at a time."""
 
+import itertools
 from dataclasses import replace
 from random import Random
 
@@ -205,6 +206,34 @@ def test_every_partial_rejection_rederives_indices_counts_and_lengths_across_pag
             assert meta.kv_len.tolist() == [index + 1 for index in [*indices, 3]]
             assert meta.num_valid_blocks.tolist() == [index // 4 + 1 for index in [*indices, 3]]
             assert meta.row_length.tolist() == [indices[0], 3]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+def test_rounds_planned_a_step_ahead_follow_the_true_length_through_every_pattern_of_rejection(num_drafts: int) -> None:
+    """Also derived twice, and after a draft loop that moved the length on: at most to where the plan ends."""
+    meta = StepMetadata(LIMITS)
+    patterns = itertools.product(range(num_drafts + 1), repeat=4)
+    for accepted, start in itertools.product(patterns, range(5, 5 + LIMITS.tokens_per_page)):
+        state = seats(s2=start)
+        length = bound = start
+        for round_accepted in accepted:
+            rows = plan(decode(2, bound, num_drafts))
+            derive(rows, state, meta)
+            once = snapshot(meta)
+            assert once["write_index"] == [length + t for t in range(1 + num_drafts)]
+            assert once["num_valid_blocks"] == [(length + t) // 4 + 1 for t in range(1 + num_drafts)]
+            assert once["overrun"] <= 0
+            derive(rows, state, meta)
+            assert snapshot(meta) == once
+            for ahead in (1, 2 * num_drafts, 20):
+                state.length[2] = length + ahead
+                derive(rows, state, meta)
+                assert meta.row_length.tolist() == [min(length + ahead, bound)]
+                assert max(int(meta.overrun), 0) == max(length + ahead - bound, 0)
+            # The next step is planned when this one's outcome is not known.
+            bound = length + 1 + num_drafts
+            length += 1 + round_accepted
+            state.length[2] = length
 
 
 def test_tokens_past_the_limit_of_the_sequence_become_padding() -> None:

@@ -1,10 +1,12 @@
-"""What the acceptance alarm is told of requests; runs in the engine's process."""
+"""What the acceptance alarm is told of requests, and where it shows; runs on the engine's thread."""
 
 from __future__ import annotations
 
+import msgspec
+
 from tandem.engine.outputs import RequestOutput
 from tandem.serve.alarm import AcceptanceAlarm
-from tandem.serve.metrics_snapshot import COLD, PREFIX_HIT
+from tandem.serve.metrics_snapshot import COLD, PREFIX_HIT, Snapshot
 
 MIN_ROUNDS = 8
 """Shorter requests are left out: their last round, cut where the request ends, would weigh too much."""
@@ -24,3 +26,8 @@ def report_request(watch: AcceptanceAlarm, output: RequestOutput, draft_len: int
     watch.report(route, output.request_id, rounds.num_rounds, rounds.num_drafted, rounds.num_accepted)
     watch.end(output.request_id)
     return True
+
+
+def with_alarms(snapshot: Snapshot, watch: AcceptanceAlarm) -> Snapshot:
+    """The snapshot with the state of the alarms."""
+    return msgspec.structs.replace(snapshot, alarms=watch.states())

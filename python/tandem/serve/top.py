@@ -189,7 +189,8 @@ def _steps(change: Change) -> Table:
 
 def _speculation(change: Change) -> Table:
     now = change.now
-    places = now.values("spec_decode_num_draft_tokens_per_pos_total", "position")
+    drafted = "spec_decode_num_draft_tokens_per_pos_total"
+    places = [place for place in now.values(drafted, "position") if now.total(drafted, position=place) > 0]
     table = _table(
         "route", "rounds", "accepted", "mean length", *(f"draft {int(place) + 1}" for place in places), "alarm"
     )
@@ -197,12 +198,7 @@ def _speculation(change: Change) -> Table:
         rounds = change.count("spec_decode_num_drafts_total", route=route)
         accepted = change.count("spec_decode_num_accepted_tokens_total", route=route)
         by_place = [
-            change.share(
-                "spec_decode_num_accepted_tokens_per_pos_total",
-                "spec_decode_num_draft_tokens_per_pos_total",
-                route=route,
-                position=place,
-            )
+            change.share("spec_decode_num_accepted_tokens_per_pos_total", drafted, route=route, position=place)
             for place in places
         ]
         table.add_row(

@@ -61,6 +61,13 @@ def test_a_single_reading_shows_figures_since_the_start_and_no_rates() -> None:
     assert row(text, "first")[-6:] == ["375.00", "ms", "487.50", "ms", "497.50", "ms"]
 
 
+def test_places_at_which_nothing_was_drafted_have_no_column() -> None:
+    rounds = {COLD: Rounds(num_rounds=9, drafted=[9, 8, 0, 0], accepted=[6, 4, 0, 0])}
+    text = shown(Change(reading(rounds=rounds)))
+    assert "draft 2" in text
+    assert "draft 3" not in text
+
+
 def test_an_alarm_a_failed_canary_and_a_lost_server_are_written_large() -> None:
     quiet = {COLD: AlarmState(raised=False, evidence=0.1, num_raised=3)}
     metrics = full_metrics(alarms=quiet)

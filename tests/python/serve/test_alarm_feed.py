@@ -8,18 +8,18 @@ from tandem.engine.outputs import RequestOutput
 from tandem.engine.params import SamplingParams
 from tandem.engine.speculation import RoundCounts
 from tandem.serve.alarm import AcceptanceAlarm, Baseline
-from tandem.serve.alarm_feed import MIN_ROUNDS, report_request
+from tandem.serve.alarm_feed import MIN_ROUNDS, report_request, with_alarms
+from tandem.serve.engine_stats import snapshot_of
 from tandem.serve.metrics import ServerMetrics
 from tandem.serve.metrics_snapshot import COLD, PREFIX_HIT, Snapshot
-from tandem.serve.metrics_source import snapshot_of
 from tests.python.engine.scripted import Rig, make_rig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
 PROMPT = list(range(10, 23))
 
 
-def snap(rig: Rig, watch: AcceptanceAlarm | None = None) -> Snapshot:
-    return snapshot_of(rig.engine.stats(), watch)
+def snap(rig: Rig) -> Snapshot:
+    return snapshot_of(rig.engine.stats())
 
 
 def test_a_known_script_of_three_prompts_and_a_repeat_gives_exact_numbers() -> None:
@@ -41,8 +41,8 @@ def test_a_known_script_of_three_prompts_and_a_repeat_gives_exact_numbers() -> N
     assert shown.steps > 0
     assert shown.failed_steps == shown.preemptions == 0
     assert set(shown.step_seconds) == {"plan", "model", "sample", "draft", "output"}
-    assert len(first.drafted) == 3
     assert first.drafted[0] == first.num_rounds > 0
+    assert not any(first.drafted[3:])
     # The repeat is a hit, and its rounds are those of the first time.
     assert shown.rounds[PREFIX_HIT] == first
     assert shown.rounds[COLD].num_rounds > first.num_rounds
@@ -68,9 +68,11 @@ def test_numbers_of_now_and_aborts_are_shown_while_requests_run() -> None:
 def test_the_alarms_of_a_watch_are_part_of_the_snapshot() -> None:
     rig = make_rig()
     assert snap(rig).alarms == {}
-    shown = snap(rig, AcceptanceAlarm(Baseline(0.8, 0.05, 0.3)))
-    assert {route: alarm.raised for route, alarm in shown.alarms.items()} == dict.fromkeys(shown.alarms, False)
+    watch = AcceptanceAlarm(Baseline(0.8, 0.05, 0.3))
+    shown = with_alarms(snap(rig), watch)
+    assert shown.alarms == watch.states()
     assert {COLD, PREFIX_HIT} <= set(shown.alarms)
+    assert shown.submitted == 0
 
 
 def output(**changes: object) -> RequestOutput:

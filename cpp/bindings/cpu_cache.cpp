@@ -9,6 +9,7 @@
 #include "cpu_args.h"
 #include "tandem/base/check.h"
 #include "tandem/cpu/attend.h"
+#include "tandem/cpu/buffer.h"
 #include "tandem/cpu/select.h"
 
 namespace nb = nanobind;
@@ -42,6 +43,15 @@ CacheSource source_of(const layout::View& view, const TensorArg& rows, std::int6
 }  // namespace
 
 void bind_cache(nb::module_& m) {
+  m.def(
+      "prefer_huge_pages",
+      [](const TensorArg& pool) {
+        const Pool bytes = pool_of(pool);
+        prefer_huge_pages(bytes.data, bytes.num_bytes);
+      },
+      "pool"_a,
+      "Asks the system to back a pool uint8 `[bytes]` with huge pages from its next first use on: an advice.");
+
   m.def(
       "write_kv",
       [](const TensorArg& pool, const layout::View& view, const TensorArg& src, const TensorArg& seat,

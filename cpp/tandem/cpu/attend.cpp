@@ -316,7 +316,8 @@ std::int64_t work_of(const AttendArgs& args) {
   for (std::int64_t t = 0; t < args.places.count; ++t) {
     keys += std::clamp<std::int64_t>(args.places.index[t], 0, most);
   }
-  return keys * args.heads * args.keys.dim * 2;
+  // Reading a key or value costs as much as using it for eight query heads.
+  return keys * std::max(args.heads, 8 * args.keys.heads) * args.keys.dim * 2;
 }
 
 void attend(const AttendArgs& args) {

@@ -31,7 +31,7 @@ struct AttendArgs {
 // shapes, seats, pages, slots or block ids out of range, and for ids that do not ascend.
 void attend(const AttendArgs& args);
 
-// Multiply-adds of a call.
+// Work of a call in multiply-adds, or what costs as much.
 [[nodiscard]] std::int64_t work_of(const AttendArgs& args);
 
 }  // namespace tandem::cpu

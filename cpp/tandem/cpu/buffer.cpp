@@ -16,14 +16,21 @@ constexpr std::int64_t kCacheLine = 64;
 constexpr std::int64_t kWeightBlock = 8 * kHugePage;  // untouched memory of it costs nothing
 }  // namespace
 
+void prefer_huge_pages(std::byte* data, std::int64_t num_bytes) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(data), huge = static_cast<std::uintptr_t>(kHugePage);
+  const std::uintptr_t first = (begin + huge - 1) / huge * huge;
+  const std::uintptr_t end = (begin + static_cast<std::uintptr_t>(num_bytes)) / huge * huge;
+  if (first >= end) return;
+  static_cast<void>(madvise(data + (first - begin), end - first, MADV_HUGEPAGE));
+}
+
 AlignedBuffer::AlignedBuffer(std::int64_t num_bytes) : num_bytes_(num_bytes) {
   const std::int64_t alignment = num_bytes >= kHugePage ? kHugePage : kCacheLine;
   const std::int64_t rounded = (num_bytes + alignment - 1) / alignment * alignment;
   void* data = std::aligned_alloc(static_cast<std::size_t>(alignment), static_cast<std::size_t>(rounded));
   if (data == nullptr) throw std::bad_alloc();
   data_.reset(static_cast<std::byte*>(data));
-  // Advice only: without huge pages the buffer is as good, just slower.
-  if (alignment == kHugePage) static_cast<void>(madvise(data, static_cast<std::size_t>(rounded), MADV_HUGEPAGE));
+  prefer_huge_pages(data_.get(), rounded);
 }
 
 void AlignedBuffer::Free::operator()(std::byte* data) const { std::free(data); }

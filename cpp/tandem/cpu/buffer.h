@@ -6,6 +6,10 @@
 
 namespace tandem::cpu {
 
+// Asks the kernel for huge pages in memory that is read in long runs: there are fewer translations to look up. Advice
+// only: without them the memory is as good, just slower.
+void prefer_huge_pages(std::byte* data, std::int64_t num_bytes);
+
 // Memory aligned for vectors; large ones ask the kernel for huge pages, since a weight is streamed through once per
 // step.
 class AlignedBuffer {

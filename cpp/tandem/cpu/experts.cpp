@@ -107,7 +107,7 @@ class Mixture {
       input_floats = group.input_offset + group.inputs.num_floats();
       group.hidden_offset = hidden_floats;
       hidden_floats += group.hidden.num_floats();
-      work_ += group.num_rows * (group.mlp.gate_up.out_features() * x_.cols + group.mlp.down.in_features() * out_.cols);
+      work_ += panel_work(group.mlp.gate_up, group.num_rows, group.mlp.gate_up.num_panels());
       for (std::int64_t tile = 0; tile < group.inputs.num_tiles(); ++tile) tiles_.push_back({&group, tile});
     }
     if (same_row && !tiles_.empty()) tiles_.resize(1);
@@ -133,15 +133,15 @@ class Mixture {
     std::vector<Item> items;
     for (const Group& group : groups_) {
       const PackedLinear& weight = group.mlp.gate_up;
-      const std::int64_t per_item = panels_per_item(weight, group.num_rows, group.inputs.max_panels());
-      for (std::int64_t first = 0; first < weight.num_panels(); first += per_item) {
-        items.push_back({&group, first, std::min(per_item, weight.num_panels() - first)});
-      }
+      const PanelItems cut(weight.num_panels(), group.inputs.max_panels(),
+                           panel_work(weight, group.num_rows, weight.num_panels()));
+      for (std::int64_t i = 0; i < cut.num_items(); ++i) items.push_back({&group, cut.first(i), cut.count(i)});
     }
+    const auto threads = static_cast<std::size_t>(ThreadPool::shared().num_threads());
     ThreadPool::shared().run(static_cast<std::int64_t>(items.size()), work_, [&](std::int64_t index) {
       const Item& item = items[static_cast<std::size_t>(index)];
       const Group& group = *item.group;
-      const Item& next = items[std::min(static_cast<std::size_t>(index) + 1, items.size() - 1)];
+      const Item& next = items[std::min(static_cast<std::size_t>(index) + threads, items.size() - 1)];
       multiply(table_, group.mlp.gate_up, item.first, item.count, group.inputs, inputs_ + group.input_offset,
                next.group->mlp.gate_up.panel(next.first),
                [&](std::int64_t row, int rows, std::int64_t panel, std::int64_t panels, const float* products) {
@@ -184,18 +184,18 @@ class Mixture {
     const std::int64_t num_panels = (out_.cols + kPanelColumns - 1) / kPanelColumns;
     int most = 1;
     for (const Group& group : groups_) most = std::max(most, group.hidden.max_panels());
-    std::int64_t columns_work = 1;
-    for (const Group& group : groups_) columns_work += group.num_rows * group.mlp.down.padded_k() * kPanelColumns;
-    const std::int64_t per_item = most * std::max<std::int64_t>(1, 250'000 / (columns_work * most));
-    ThreadPool::shared().run((num_panels + per_item - 1) / per_item, work_, [&](std::int64_t item) {
-      const std::int64_t first = item * per_item, count = std::min(per_item, num_panels - first);
+    std::int64_t work = 0;
+    for (const Group& group : groups_) work += panel_work(group.mlp.down, group.num_rows, num_panels);
+    const PanelItems items(num_panels, most, work);
+    ThreadPool::shared().run(items.num_items(), work, [&](std::int64_t item) {
+      const std::int64_t first = items.first(item), count = items.count(item);
       const std::int64_t stride = count * kPanelColumns;
       float* products = scratch_floats(Scratch::Products, (num_pairs_ + 1) * stride);
       for (const Group& group : groups_) {
         const bool last = &group == &groups_.back();
         const PackedLinear& next = last ? groups_.front().mlp.down : (&group + 1)->mlp.down;
         multiply(table_, group.mlp.down, first, count, group.hidden, hidden_ + group.hidden_offset,
-                 next.panel(last ? first + count : first),
+                 next.panel(last ? items.next(item) : first),
                  [&](std::int64_t row, int rows, std::int64_t panel, std::int64_t panels, const float* piece) {
                    const std::int64_t columns = panels * kPanelColumns;
                    for (int r = 0; r < rows; ++r) {
@@ -236,7 +236,7 @@ class Mixture {
   std::vector<std::int64_t> tokens_;
   std::vector<std::int64_t> pair_of_;
   std::int64_t num_pairs_ = 0;
-  std::int64_t work_ = 0;
+  std::int64_t work_ = 0;  // of all first projections
   float* inputs_ = nullptr;
   float* hidden_ = nullptr;
 };

@@ -84,10 +84,12 @@ InputTiles::InputTiles(std::int64_t num_rows, std::int64_t padded_k, const Kerne
   max_panels_ = table.max_panels(static_cast<int>(rows));
 }
 
-std::int64_t panels_per_item(const PackedLinear& weight, std::int64_t num_rows, int max_panels) {
+PanelItems::PanelItems(std::int64_t num_panels, std::int64_t max_panels, std::int64_t work)
+    : num_panels_(num_panels), num_threads_(ThreadPool::shared().num_threads()) {
   constexpr std::int64_t worthwhile = 250'000;  // multiply-adds: a claim costs some 50 ns
-  const std::int64_t per_group = weight.padded_k() * kPanelColumns * max_panels * num_rows;
-  return max_panels * std::max<std::int64_t>(1, worthwhile / per_group);
+  const std::int64_t calls = (num_panels + max_panels - 1) / max_panels;
+  const std::int64_t rounds = (std::min(calls, work / worthwhile) + num_threads_ - 1) / num_threads_;
+  num_items_ = std::clamp<std::int64_t>(rounds * num_threads_, 1, num_panels);
 }
 
 void linear(const PackedLinear& weight, const ConstMatrix& x, const Matrix& out) {
@@ -114,12 +116,10 @@ void linear(const PackedLinear& weight, const ConstMatrix& x, const Matrix& out)
     packed = tiles;
   }
 
-  const std::int64_t per_item = panels_per_item(weight, x.rows, inputs.max_panels());
-  const std::int64_t items = (weight.num_panels() + per_item - 1) / per_item;
-  pool.run(items, x.rows * x.cols * weight.out_features(), [&](std::int64_t item) {
-    const std::int64_t first = item * per_item;
-    const std::int64_t count = std::min(per_item, weight.num_panels() - first);
-    multiply(table, weight, first, count, inputs, packed, weight.panel(first + count),
+  const std::int64_t work = panel_work(weight, x.rows, weight.num_panels());
+  const PanelItems items(weight.num_panels(), inputs.max_panels(), work);
+  pool.run(items.num_items(), work, [&](std::int64_t item) {
+    multiply(table, weight, items.first(item), items.count(item), inputs, packed, weight.panel(items.next(item)),
              [&](std::int64_t row, int rows, std::int64_t panel, std::int64_t panels, const float* products) {
                const std::int64_t column = panel * kPanelColumns;
                const std::int64_t columns = std::min(panels * kPanelColumns, out.cols - column);

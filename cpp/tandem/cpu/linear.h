@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "tandem/cpu/buffer.h"
@@ -92,7 +93,33 @@ void multiply(const KernelTable& table, const PackedLinear& weight, std::int64_t
   }
 }
 
-// Panels per item of a parallel loop: whole kernel calls, and enough work to be worth claiming.
-[[nodiscard]] std::int64_t panels_per_item(const PackedLinear& weight, std::int64_t num_rows, int max_panels);
+// Reading a weight once costs as much as multiplying so many rows with it.
+inline constexpr std::int64_t kReadRows = 4;
+
+// Work of multiplying `rows` rows with `count` panels of a weight, in multiply-adds.
+[[nodiscard]] inline std::int64_t panel_work(const PackedLinear& weight, std::int64_t rows, std::int64_t count) {
+  return std::max(rows, kReadRows) * weight.padded_k() * kPanelColumns * count;
+}
+
+// Panels cut into items of a parallel loop: nearly equal ones, whole kernel calls where there are enough, as many for
+// each thread, and each worth claiming.
+class PanelItems {
+ public:
+  // `max_panels`: of a kernel call; `work`: of all panels, in multiply-adds.
+  PanelItems(std::int64_t num_panels, std::int64_t max_panels, std::int64_t work);
+
+  [[nodiscard]] std::int64_t num_items() const { return num_items_; }
+  [[nodiscard]] std::int64_t first(std::int64_t item) const { return item * num_panels_ / num_items_; }
+  [[nodiscard]] std::int64_t count(std::int64_t item) const { return first(item + 1) - first(item); }
+  // Where the thread of an item probably goes on: the first panel of a later item, or the end.
+  [[nodiscard]] std::int64_t next(std::int64_t item) const {
+    return item + num_threads_ < num_items_ ? first(item + num_threads_) : num_panels_;
+  }
+
+ private:
+  std::int64_t num_panels_;
+  std::int64_t num_threads_;
+  std::int64_t num_items_;
+};
 
 }  // namespace tandem::cpu

@@ -225,7 +225,8 @@ std::int64_t work_of(const SelectArgs& args) {
     const std::int64_t visible = std::max<std::int64_t>(0, args.places.index[t]);
     if (visible > args.topk * args.block_size || args.scores != nullptr) keys += visible;
   }
-  return keys * args.heads * args.keys.dim;
+  // Reading a key costs as much as using it for eight index heads.
+  return keys * std::max<std::int64_t>(args.heads, 8) * args.keys.dim;
 }
 
 void select_blocks(const SelectArgs& args) {

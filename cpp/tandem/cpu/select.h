@@ -30,7 +30,7 @@ struct SelectArgs {
 // -inf elsewhere. InvalidArgument for shapes, seats, pages or slots out of range.
 void select_blocks(const SelectArgs& args);
 
-// Multiply-adds of a call.
+// Work of a call in multiply-adds, or what costs as much.
 [[nodiscard]] std::int64_t work_of(const SelectArgs& args);
 
 }  // namespace tandem::cpu

@@ -13,8 +13,8 @@ class ThreadPool {
   // Lives until the process ends; its workers are detached.
   static ThreadPool& shared();
 
-  // Work from which on a loop is shared: some 10 us, several times a fork and join.
-  static constexpr std::int64_t kWorthSharing = 1'000'000;
+  // Work from which on a loop is shared: some 5 us, several times a fork and join.
+  static constexpr std::int64_t kWorthSharing = 400'000;
 
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;

@@ -1,7 +1,11 @@
 #include "tandem/cpu/linear.h"
 
+#include <algorithm>
+#include <memory>
+
 #include "support.h"
 #include "tandem/base/check.h"
+#include "tandem/cpu/buffer.h"
 
 namespace tandem::cpu::testing {
 namespace {
@@ -144,6 +148,47 @@ TEST_P(LinearTest, RefusesShapesAndDtypesThatDoNotFitAndNamesThem) {
   EXPECT_THAT([&] { linear(packed, good.view(), half.view()); },
               ::testing::ThrowsMessage<InvalidArgument>("out bfloat16 [2, 4]: expected float32 [2, 4]"));
   EXPECT_THROW(PackedLinear(Tensor(DType::F32, 0, 3).view()), InvalidArgument);
+}
+
+TEST(PanelItemsTest, EveryPanelIsInOneItemAndSharesDifferByAtMostOne) {
+  for (const int threads : {1, 2, 3}) {
+    ThreadPool::shared().set_num_threads(threads);
+    for (const std::int64_t panels : {1, 2, 11, 12, 84}) {
+      for (const std::int64_t work : {1, 1'000'000, 100'000'000}) {
+        const PanelItems items(panels, 8, work);
+        ASSERT_GE(items.num_items(), 1);
+        std::int64_t expected = 0;
+        for (std::int64_t i = 0; i < items.num_items(); ++i) {
+          EXPECT_EQ(items.first(i), expected);
+          EXPECT_GE(items.count(i), panels / items.num_items());
+          EXPECT_LE(items.count(i), panels / items.num_items() + 1);
+          EXPECT_EQ(items.next(i), i + threads < items.num_items() ? items.first(i + threads) : panels);
+          expected += items.count(i);
+        }
+        EXPECT_EQ(expected, panels);
+        // Where the work is worth a round of claims, no thread is left with an item more than another.
+        if (work >= 250'000 && panels >= threads) {
+          EXPECT_EQ(items.num_items() % threads, 0);
+        }
+      }
+    }
+  }
+  ThreadPool::shared().set_num_threads(1);
+}
+
+TEST(WeightBufferTest, WeightsFollowEachOtherAndKeepTheirMemoryWhenOthersGo) {
+  const WeightBuffer first(100);
+  auto second = std::make_unique<WeightBuffer>(64), third = std::make_unique<WeightBuffer>(1);
+  EXPECT_EQ(second->data() - first.data(), 128);
+  EXPECT_EQ(third->data() - second->data(), 64);
+  std::fill_n(first.data(), 100, std::byte{1});
+  std::fill_n(third->data(), 1, std::byte{3});
+  second.reset();
+  // A weight larger than a block has one of its own.
+  const WeightBuffer large(std::int64_t{40} << 20);
+  std::fill_n(large.data(), large.num_bytes(), std::byte{9});
+  EXPECT_EQ(std::count(first.data(), first.data() + 100, std::byte{1}), 100);
+  EXPECT_EQ(*third->data(), std::byte{3});
 }
 
 }  // namespace

@@ -134,6 +134,11 @@ def routed_moe(experts: PackedExperts, x: torch.Tensor, gate: torch.Tensor, bias
 def moe_silu(experts: PackedExperts, x: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None, out: torch.Tensor) -> None:
     """`moe` with gate * sigmoid(gate) * up inside."""
 
+def prefer_huge_pages(pool: torch.Tensor) -> None:
+    """
+    Asks the system to back a pool uint8 `[bytes]` with huge pages from its next first use on: an advice.
+    """
+
 @overload
 def write_kv(pool: torch.Tensor, view: tandem.core._core.layout.View, src: torch.Tensor, seat: torch.Tensor, index: torch.Tensor, block_table: torch.Tensor) -> None:
     """

@@ -14,7 +14,7 @@ from tandem.models.layers.norms import rms_normalise
 from tandem.models.layers.rotary import Rotary, rotate
 
 # Steps of so few tokens are many; their buffers and the views of them are made once per size.
-_MAX_KEPT_TOKENS = 16
+_MAX_KEPT_TOKENS = 32
 
 
 class AttentionInputs(NamedTuple):

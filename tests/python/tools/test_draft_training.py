@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from tandem import LLM, SamplingParams, demo
 from tandem.engine.outputs import RequestOutput
@@ -12,11 +13,11 @@ from tandem.engine.speculation import RoundCounts
 from tandem.eval.retrieval_data import held_out_documents
 from tools.demo_model.acceptance import AcceptanceProbe, Reply, mix_heads, summary, walk
 from tools.demo_model.chat import LOOKUP, NONE, QUESTION, REPLY, ChatEncoder
-from tools.demo_model.drafter_model import Drafter, DraftFunctions
+from tools.demo_model.drafter_model import Bases, Drafter, DraftFunctions, DraftWeights
 from tools.demo_model.evaluate import Evaluator
 from tools.demo_model.export import load_checkpoint, load_drafter
-from tools.demo_model.model import Compiled
-from tools.demo_model.shape import Shape
+from tools.demo_model.model import Compiled, Weights
+from tools.demo_model.shape import Shape, tiny
 from tools.demo_model.supervision import Texts, unroll_texts
 from tools.demo_model.teacher import Rows, Teacher
 
@@ -77,6 +78,48 @@ def test_a_digit_to_look_up_lies_in_the_slot_whose_token_it_is() -> None:
     assert unroll.sources[0, 18] == 1
     assert unroll.sources[2, 17] == 2
     assert unroll.sources[0, 17] == -1
+
+
+def test_a_step_attends_to_the_slots_up_to_its_base_and_to_the_steps_before_it() -> None:
+    shape = tiny()
+    weights = DraftWeights(shape, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in (weights.o, weights.down):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    target = Weights(shape, seed=3)
+    functions = DraftFunctions(shape, compile_functions=False, kernels=False)
+    drafter = Drafter(weights.requires_grad_(False), target.requires_grad_(False), functions, torch.float32)
+    length = 12
+    aux = torch.randn(3, 2 * length, shape.hidden, generator=generator)
+    ids = torch.randint(shape.vocab_size, (2 * length,), generator=generator)
+    entries = drafter.entries(aux, ids, torch.arange(length).repeat(2))
+    at, first = torch.tensor([[2, 7], [5, 11]]), torch.tensor([[0, 4], [0, 0]])
+    token_ids = torch.randint(shape.vocab_size, (STEPS, 4), generator=generator)
+    steps = list(drafter.unroll(entries, [Bases(length, at, first)], token_ids))
+    named = dict(weights.named_parameters())
+    for number in range(4):
+        row, base, start = number // 2, int(at.flatten()[number]), int(first.flatten()[number])
+        seen = slice(row * length + start, row * length + base + 1)
+        keys, values = list(entries.k[seen]), list(entries.v[seen])
+        hidden = entries.hidden[row * length + base][None]
+        for step in range(STEPS):
+            tokens = target.embed[token_ids[step, number]][None]
+            rope = rope_over_whole_head(shape, base + step)
+            q, k, v = (part[0] for part in functions.project_steps(tokens, hidden, *rope, named))
+            if step > 0:
+                keys.append(k)
+                values.append(v)
+            k, v = (torch.stack(part).repeat_interleave(shape.heads_per_group, 1) for part in (keys, values))
+            share = torch.softmax(torch.einsum("hd,khd->hk", q, k) * shape.head_dim**-0.5, -1)
+            hidden = functions.finish(hidden, torch.einsum("hk,khd->hd", share, v)[None], named)
+            torch.testing.assert_close(steps[step].y[number], hidden[0])
+
+
+def rope_over_whole_head(shape: Shape, position: int) -> tuple[Tensor, Tensor]:
+    exponents = torch.arange(0, shape.head_dim, 2) / shape.head_dim
+    angles = (position * shape.rope_theta**-exponents)[None]
+    return angles.cos(), angles.sin()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--compare",
         nargs="+",
         choices=COMPARISONS,
-        default=["transformers"],
-        help="with transformers, or the demo model's drafter with none (default: %(default)s)",
+        default=list(COMPARISONS),
+        help="with transformers, or the demo model's drafter with none (default: both)",
     )
     decode.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     decode.add_argument(

@@ -77,7 +77,7 @@ def test_the_random_checkpoint_has_forty_million_parameters_in_the_released_geom
 @pytest.mark.slow
 def test_the_whole_measurement_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--batch", "2", "--context", "150", "--threads", "1", "--tokens", "3", "--rounds", "1"]
-    words = ["--models", "demo", *sizes, "--json"]
+    words = ["--models", "demo", "--compare", "transformers", *sizes, "--json"]
     assert decode.main(parse(*words)) == 0
     report = json.loads(capsys.readouterr().out)
     (cell,) = report["cells"]

@@ -1,10 +1,11 @@
 """The measurement of drafting takes long replies of the same text, and says what it needs."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tandem.bench import speculation
+from tandem.bench import decode, speculation
 from tandem.bench.arms import EngineArm
 from tests.python.bench.test_decode import parse
 from tests.python.engine.checkpoint import make_checkpoint, make_drafter
@@ -44,6 +45,25 @@ def test_a_drafting_engine_decodes_the_same_window_in_fewer_steps_at_most(folder
     assert windows[0].tokens == windows[1].tokens
     assert [len(row) for row in windows[0].tokens] == [20, 20]
     assert counts[0] == 0 < counts[1]
+
+
+@pytest.mark.slow
+def test_the_whole_measurement_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch", "2", "--threads", "1", "--rounds", "1", "--draft-lens", "3", "5"]
+    assert decode.main(parse("--compare", "speculation", *sizes, "--json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["cells"] == []
+    cells = report["speculation"]
+    assert [(cell["draft_len"], cell["batch"], cell["tokens_checked"]) for cell in cells] == [(3, 2, 192), (5, 2, 192)]
+    for cell in cells:
+        # Two windows of two sequences; a round that ends within its accepted drafts has no token after them.
+        acceptance = cell["acceptance"]
+        assert acceptance["drafted"] == cell["draft_len"] * acceptance["rounds"]
+        assert 2 * 192 <= acceptance["accepted"] + acceptance["rounds"] <= 2 * 192 + 4
+        assert acceptance["mean_length"] > 0.8 * (1 + cell["draft_len"])
+        assert len(cell["windows_ms"]) == len(cell["plain_windows_ms"]) == 2
+    decode.print_table(report)
+    assert "mean acceptance length" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["0", "8"])

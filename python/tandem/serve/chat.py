@@ -12,13 +12,14 @@ from starlette.responses import Response
 
 from tandem.engine.chat import Message, ThinkingMode
 from tandem.engine.errors import InvalidChatError
+from tandem.engine.tokenizer import THINK_CLOSE
 from tandem.serve.answers import DONE, EventStream, JsonAnswer, event
 from tandem.serve.engine_client import Job
 from tandem.serve.errors import ApiError, bad_request
 from tandem.serve.messages import End, Piece
 from tandem.serve.protocol import ChatBody, ChatMessage, ConversationBody
 from tandem.serve.reasoning import ContentText, ReasoningText
-from tandem.serve.service import Service, new_id, outputs_of, raise_failure, usage_of
+from tandem.serve.service import Service, grammar_of, new_id, outputs_of, raise_failure, usage_of
 from tandem.serve.token_logprobs import chat_logprobs
 from tandem.serve.tool_calls import Delta, Reply, ReplyParser, ToolCallStart
 
@@ -30,7 +31,7 @@ async def chat(service: Service, body: ChatBody, deadline: float) -> Response:
     service.check_model(body.model)
     tools = _tools(body)
     prompt = await encode_conversation(service, body)
-    params: dict[str, Any] = {"max_tokens": _max_tokens(body)}
+    params = {"max_tokens": _max_tokens(body)} | _grammar(service, body, tools)
     if body.logprobs:
         params["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs is not None:
@@ -102,6 +103,15 @@ def _max_tokens(body: ChatBody) -> int | None:
     if body.max_completion_tokens not in (None, body.max_tokens):
         raise bad_request("max_tokens and max_completion_tokens differ; give one", "max_completion_tokens")
     return body.max_tokens
+
+
+def _grammar(service: Service, body: ChatBody, tools: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the reply must follow: behind its reasoning where the prompt opens one, else from the start."""
+    reasons = thinking_mode_of(body) == "enabled" and service.tokenizer.token_id(THINK_CLOSE) is not None
+    grammar = grammar_of(body, starts_after=THINK_CLOSE if reasons else None)
+    if grammar and tools is not None:
+        raise bad_request("tools and a form that the reply must follow exclude each other", "tools")
+    return grammar
 
 
 def _tools(body: ChatBody) -> Mapping[str, Any] | None:

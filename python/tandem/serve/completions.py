@@ -13,7 +13,7 @@ from tandem.serve.engine_client import Job
 from tandem.serve.errors import bad_request
 from tandem.serve.messages import End, Piece
 from tandem.serve.protocol import CompletionBody
-from tandem.serve.service import Service, new_id, outputs_of, raise_failure, usage_of
+from tandem.serve.service import Service, grammar_of, new_id, outputs_of, raise_failure, usage_of
 from tandem.serve.token_logprobs import CompletionLogprobs
 
 _DEFAULT_MAX_TOKENS = 16
@@ -29,7 +29,7 @@ async def complete(service: Service, body: CompletionBody, deadline: float) -> R
         raise bad_request("echo with logprobs cannot be streamed: they are known at the end", "stream")
     prompts = [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
     # The engine generates at least one token; the answer to max_tokens=0 leaves it out.
-    params: dict[str, Any] = {"max_tokens": 1 if max_tokens == 0 else max_tokens}
+    params: dict[str, Any] = {"max_tokens": 1 if max_tokens == 0 else max_tokens} | grammar_of(body)
     if body.logprobs is not None:
         params["logprobs"] = body.logprobs
         if body.echo:

@@ -23,11 +23,23 @@ from typing import Protocol, TypeVar
 import msgspec
 import zmq
 
-from tandem.engine.errors import EngineClosedError
+from tandem.engine.errors import EngineClosedError, InvalidParameterError, InvalidPromptError
 from tandem.engine.outputs import Delta, RequestOutput, TokenLogprobs
 from tandem.engine.params import SamplingParams
 from tandem.serve import messages
-from tandem.serve.messages import Abort, Beat, End, Failed, GetStats, LogprobEntry, Piece, Ready, StatsReply, Submit
+from tandem.serve.messages import (
+    Abort,
+    Beat,
+    End,
+    Failed,
+    GetStats,
+    LogprobEntry,
+    Piece,
+    Ready,
+    StatsReply,
+    Submit,
+    params_of,
+)
 from tandem.serve.metrics_snapshot import Snapshot
 from tandem.serve.options import EngineConfig
 from tandem.serve.outbox import Outbox
@@ -62,11 +74,15 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True)
 class BuiltForServing:
-    """An engine with what the HTTP process must know of it. ``stats`` is called on the engine thread."""
+    """An engine with what the HTTP process must know of it; ``stats`` and ``on_output`` run on the engine thread.
+
+    ``on_output`` is told of each request that has ended.
+    """
 
     engine: ServedEngine
     ready: Ready
     stats: Callable[[], Snapshot]
+    on_output: Callable[[RequestOutput], None]
     close: Callable[[], None]
 
 
@@ -85,6 +101,7 @@ class EngineServer:
     def __init__(self, built: BuiltForServing, commands: zmq.Socket[bytes], outbox: Outbox) -> None:
         self._engine = built.engine
         self._stats = built.stats
+        self._on_output = built.on_output
         self._commands = commands
         self._outbox = outbox
         # The engine's number of a request by the HTTP process's. Touched by this thread alone: the engine thread only
@@ -129,13 +146,15 @@ class EngineServer:
             self._outbox.put_piece(piece_of(message.request_id, delta, message.stream))
             if delta.output is not None:
                 self._ended.append(message.request_id)
+                self._on_output(delta.output)
 
         try:
-            params = SamplingParams(**message.params)
+            params = params_of(message.params)
             engine_id = self._engine.submit(message.prompt_ids, params, sink, stream=message.stream)
             self._engine_ids[message.request_id] = engine_id
-        except ValueError as error:
-            end = End("error", cached_tokens=0, error=str(error), refused=True)
+        except (InvalidParameterError, InvalidPromptError) as error:
+            param = error.field if isinstance(error, InvalidParameterError) else None
+            end = End("error", cached_tokens=0, error=str(error), refused=True, param=param)
             self._outbox.put_piece(Piece(message.request_id, "", 0, end=end))
 
     def _beat(self) -> None:
@@ -180,6 +199,8 @@ def _entries(logprobs: list[TokenLogprobs] | None) -> list[LogprobEntry] | None:
 def build_for_serving(config: EngineConfig) -> BuiltForServing:
     """Load the model that the configuration names."""
     from tandem.engine.llm import LLM
+    from tandem.serve.alarm import AcceptanceAlarm
+    from tandem.serve.alarm_feed import report_request, with_alarms
     from tandem.serve.engine_stats import snapshot_of
 
     llm = LLM(**msgspec.structs.asdict(config))
@@ -192,7 +213,16 @@ def build_for_serving(config: EngineConfig) -> BuiltForServing:
         max_model_len=limits.max_model_len,
         load_seconds=llm.load_seconds,
     )
-    return BuiltForServing(llm.engine, ready, lambda: snapshot_of(llm.engine.stats()), llm.close)
+    watch = AcceptanceAlarm()
+
+    def stats() -> Snapshot:
+        return with_alarms(snapshot_of(llm.engine.stats()), watch)
+
+    def on_output(output: RequestOutput) -> None:
+        if limits.max_draft_len > 0:
+            report_request(watch, output, limits.max_draft_len)
+
+    return BuiltForServing(llm.engine, ready, stats, on_output, llm.close)
 
 
 def serve_engine(build: Build, addresses: tuple[str, str]) -> int:

@@ -6,7 +6,9 @@ from typing import Any
 
 import msgspec
 
+from tandem.engine.grammar import Grammar
 from tandem.engine.outputs import FinishReason
+from tandem.engine.params import SamplingParams
 from tandem.serve.metrics_snapshot import Snapshot
 
 # One token with its log-probability, and those of the most likely ids: (id, logprob, ((id, logprob), ...)).
@@ -21,7 +23,7 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Submit(_Message):
-    """Run a request. ``params`` are keyword arguments of `SamplingParams`."""
+    """Run a request. ``params`` are keyword arguments of `SamplingParams`, read by `params_of`."""
 
     request_id: int
     prompt_ids: list[int]
@@ -67,7 +69,8 @@ class Failed(_Message):
 class End(msgspec.Struct, array_like=True):
     """The end of a request; seconds count from its submission to the engine.
 
-    ``refused`` says that nothing ran because the request cannot be served; ``error`` is the reason then.
+    ``refused`` says that nothing ran because the request cannot be served; ``error`` is the reason then, and ``param``
+    the parameter at fault.
     """
 
     finish_reason: FinishReason
@@ -75,6 +78,7 @@ class End(msgspec.Struct, array_like=True):
     stop_reason: str | int | None = None
     error: str | None = None
     refused: bool = False
+    param: str | None = None
     num_preemptions: int = 0
     scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -121,6 +125,17 @@ class StatsReply(_Message):
 
 ToEngine = Submit | Abort | Stop | GetStats
 FromEngine = Ready | Failed | Pieces | Beat | StatsReply
+
+
+def params_of(fields: dict[str, Any]) -> SamplingParams:
+    """The parameters that a message has as plain values; a grammar travels as an object of its fields.
+
+    Raises:
+        InvalidParameterError: a value is not allowed.
+    """
+    grammar = fields.get("grammar")
+    return SamplingParams(**(fields if grammar is None else fields | {"grammar": Grammar(**grammar)}))
+
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -70,6 +70,29 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class JsonSchemaFormat(Body):
+    """A schema that the text must follow, whether or not it is called strict."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class GrammarBody(Body):
+    """A regular expression, or a grammar (Lark or GBNF), that the text must follow."""
+
+    type: Literal["regex", "grammar"]
+    source: Annotated[str, Field(min_length=1)]
+
+
 class SamplingBody(Body):
     """What chat and text completions have in common."""
 
@@ -95,7 +118,8 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    grammar: GrammarBody | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -11,11 +12,11 @@ from typing import Any
 
 from tandem.engine.chat import ChatTemplate
 from tandem.engine.errors import InvalidParameterError, InvalidTokenIdError, check_token_ids
-from tandem.engine.params import SamplingParams
+from tandem.engine.grammar import GrammarKind
 from tandem.engine.tokenizer import Tokenizer
 from tandem.serve.engine_client import EngineClient, Generation, Job
 from tandem.serve.errors import ApiError, bad_request
-from tandem.serve.messages import End, Piece, Ready
+from tandem.serve.messages import End, Piece, Ready, params_of
 from tandem.serve.metrics import ServerMetrics
 from tandem.serve.options import ServerOptions
 from tandem.serve.protocol import SamplingBody
@@ -83,12 +84,13 @@ class Service:
         Args:
             params: keyword arguments of `SamplingParams` beside those that ``body`` has.
         """
-        _refuse_unsupported(body)
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options is allowed with stream only", "stream_options")
         given = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
         every = {name: value for name, value in given.items() if value is not None} | params
         ready = self.ready
         try:
-            SamplingParams(**every).check_vocabulary(ready.vocab_size)
+            params_of(every).check_vocabulary(ready.vocab_size)
         except InvalidParameterError as error:
             raise bad_request(str(error), error.field) from error
         except InvalidTokenIdError as error:
@@ -121,11 +123,23 @@ def check_prompt(ids: Sequence[int], ready: Ready, param: str) -> None:
         raise bad_request(str(error), param) from error
 
 
-def _refuse_unsupported(body: SamplingBody) -> None:
-    if body.response_format is not None and body.response_format != {"type": "text"}:
-        raise bad_request("response_format: only text is supported; constrained output is not", "response_format")
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options is allowed with stream only", "stream_options")
+def grammar_of(body: SamplingBody, *, starts_after: str | None = None) -> dict[str, Any]:
+    """What the text must follow, as a parameter; ``starts_after`` is the token before which it may be anything."""
+    given = body.response_format
+    kind: GrammarKind
+    if body.grammar is not None:
+        if given is not None and given.type != "text":
+            raise bad_request("grammar and response_format exclude each other", "grammar")
+        kind, source = body.grammar.type, body.grammar.source
+    elif given is None or given.type == "text":
+        return {}
+    elif given.type == "json_object":
+        kind, source = given.type, ""
+    elif given.json_schema is None:
+        raise bad_request("response_format.json_schema is missing", "response_format.json_schema")
+    else:
+        kind, source = given.type, json.dumps(given.json_schema.schema_)
+    return {"grammar": {"kind": kind, "source": source, "starts_after": starts_after}}
 
 
 def _seed(seed: int | None, choice: int) -> dict[str, int]:
@@ -153,7 +167,7 @@ def raise_failure(end: End | None, client: EngineClient) -> None:
     if end is None or end.finish_reason in ("stop", "length"):
         return
     if end.refused:
-        raise bad_request(end.error or "")
+        raise bad_request(end.error or "", end.param)
     if end.finish_reason == "error" and not client.died.is_set():
         raise ApiError(500, f"the generation failed: {end.error}", code="generation_failed")
     reason = end.error or client.unhealthy() or "it was aborted"

@@ -194,7 +194,7 @@ def main() -> int:
             raise OSError(f"{config.model} is not a model")
         engine = ScriptedEngine(arguments.tokens_per_round, arguments.interval)
         ready = Ready(VOCAB_SIZE, MAX_MODEL_LEN - 1, MAX_MODEL_LEN, 0.0)
-        return BuiltForServing(engine, ready, engine.stats, lambda: None)
+        return BuiltForServing(engine, ready, engine.stats, lambda output: None, lambda: None)
 
     return serve_engine(build, (arguments.addresses[0], arguments.addresses[1]))
 

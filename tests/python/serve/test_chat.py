@@ -1,5 +1,7 @@
 """`/v1/chat/completions`, and how conversations become prompts."""
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -96,7 +98,11 @@ def test_without_a_limit_a_reply_goes_on_to_the_models_end(client: OpenAI) -> No
 def test_turns_reach_the_template(server: ServerProcess) -> None:
     messages = [
         {"role": "developer", "content": "be kind"},
-        {"role": "user", "name": "ann", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
+        {
+            "role": "user",
+            "name": "ann",
+            "content": [{"type": "text", "text": "good "}, {"type": "text", "text": "day"}],
+        },
         {
             "role": "assistant",
             "content": None,
@@ -107,7 +113,7 @@ def test_turns_reach_the_template(server: ServerProcess) -> None:
     ]
     assert rendered(server, messages, thinking_mode="disabled") == (
         "]~b]system\nbe kind[e~[\n"
-        "]~b]user ann\nhello[e~[\n"
+        "]~b]user ann\ngood day[e~[\n"
         "]~b]assistant\n<mm:think>hm</mm:think>(f a=3)[e~[\n"
         "]~b]tool\n4[e~[\n"
         "]~b]ai\n</mm:think>"
@@ -136,3 +142,48 @@ def test_no_tool_is_shown_where_none_may_be_chosen(client: OpenAI) -> None:
     shown = create(client, tools=[TOOL], **FIELDS).usage.prompt_tokens
     hidden = create(client, tools=[TOOL], tool_choice="none", **FIELDS).usage.prompt_tokens
     assert hidden == create(client, **FIELDS).usage.prompt_tokens < shown
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ann", "bob"]}, "count": {"type": "integer", "minimum": 10, "maximum": 99}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+BOUND = {"temperature": 1.0, "max_tokens": 200, "thinking_mode": "disabled"}
+
+
+def test_a_reply_follows_its_schema_streamed_or_not(client: OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    for seed in range(4):
+        fields = BOUND | {"response_format": form, "seed": seed}
+        choice = create(client, **fields).choices[0]
+        value = json.loads(choice.message.content)
+        assert choice.finish_reason == "stop"
+        assert value["name"] in ("ann", "bob")
+        assert 10 <= value["count"] <= 99
+        stream = client.chat.completions.create(model="tiny", messages=[USER], stream=True, extra_body=fields)
+        assert "".join(c.choices[0].delta.content or "" for c in stream) == choice.message.content
+
+
+def test_a_reply_follows_a_regular_expression_behind_its_reasoning(client: OpenAI, llm: LLM) -> None:
+    grammar = {"type": "regex", "source": "[0-9]{3}-[a-f]{2}"}
+    reply = create(client, grammar=grammar, seed=1, **BOUND).choices[0]
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}", reply.message.content)
+    # The reasoning is free; its end is made likely, so that it comes.
+    bias = {str(llm.tokenizer.token_id("</mm:think>")): 4}
+    thoughts = []
+    for seed in range(4):
+        fields = BOUND | {"thinking_mode": "enabled", "logit_bias": bias, "seed": seed, "grammar": grammar}
+        reply = create(client, **fields).choices[0]
+        thoughts.append(reply.message.model_extra["reasoning_content"])
+        assert re.fullmatch("[0-9]{3}-[a-f]{2}", reply.message.content)
+    assert any(thoughts)
+
+
+def test_forms_that_cannot_be_met_together_are_refused(client: OpenAI) -> None:
+    form = {"type": "json_object"}
+    for fields in ({"tools": [TOOL]}, {"grammar": {"type": "regex", "source": "x"}}):
+        with pytest.raises(BadRequestError) as caught:
+            create(client, response_format=form, **fields)
+        assert caught.value.param == next(iter(fields))

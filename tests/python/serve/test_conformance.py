@@ -175,7 +175,18 @@ ROWS = [
             refused(CHAT, tools=[{"type": "function", "function": {"name": "f", "strict": True}}]),
         ),
     ),
-    Row("`response_format` other than text", "refused", refused(TEXT, CHAT, response_format={"type": "json_object"})),
+    Row(
+        "`response_format` json_object and json_schema; `grammar` (regex, Lark, GBNF)",
+        "yes; behind the reasoning; not together with tools",
+        all_of(
+            taken(TEXT, CHAT, response_format={"type": "json_object"}),
+            taken(TEXT, CHAT, response_format={"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}),
+            taken(TEXT, CHAT, grammar={"type": "regex", "source": "[0-9]+"}),
+            lambda server: _equal(
+                post(server, CHAT, tools=_TOOLS, response_format={"type": "json_object"}).status, 400
+            ),
+        ),
+    ),
     Row(
         "images and other content that is not text",
         "refused",

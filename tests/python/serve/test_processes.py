@@ -61,7 +61,7 @@ def test_the_engine_ends_when_the_http_process_is_killed(tmp_path: Path) -> None
         engine = server.engine_pid
         server.signal(signal.SIGKILL)
         server.wait(10)
-        server.wait_until(lambda: not process_exists(engine), SOON_S)
+        assert server.wait_until(lambda: not process_exists(engine), SOON_S) < SOON_S
 
 
 def test_health_turns_when_the_engine_makes_no_progress_and_back_when_it_does(tmp_path: Path) -> None:

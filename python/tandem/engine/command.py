@@ -175,7 +175,8 @@ def summary(outputs: Sequence[RequestOutput], load_seconds: float, seconds: floa
     else:
         rate = tokens / max(seconds, 1e-9)
         phases = f"load {load_seconds:.2f} s, run {seconds:.2f} s"
-    parts = asdict(times)
+    # Launching and waiting hold the model's time once more.
+    parts = {name: part for name, part in asdict(times).items() if name not in ("launch", "wait")}
     whole = max(sum(parts.values()), 1e-9)
     shares = ", ".join(f"{name} {100 * part / whole:.0f}%" for name, part in parts.items())
     return f"[{tokens} tokens, {rate:.1f} tokens/s; {phases}; steps: {shares}]"

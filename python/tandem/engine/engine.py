@@ -120,6 +120,7 @@ class Engine:
         self._by_sequence: dict[int, Request] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._num_steps = 0
+        self._on_step: Callable[[EngineStats], None] | None = None
 
     # From any thread.
 
@@ -244,6 +245,10 @@ class Engine:
         times = dataclasses.replace(self._runner.times)
         return EngineStats(self._scheduler.stats(), self._scheduler.ledger(), times, self._num_steps)
 
+    def observe_steps(self, on_step: Callable[[EngineStats], None] | None) -> None:
+        """Call ``on_step`` with a snapshot after each step that completed or failed; it must not block or raise."""
+        self._on_step = on_step
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         self._scheduler.reset_prefix_cache()
@@ -319,8 +324,10 @@ class Engine:
         self._end(terminal, num_new=0)
 
     def _launch(self, plan: sched.StepPlan) -> None:
+        start = time.perf_counter()
         try:
             self._in_flight.append(self._runner.launch(plan, self._by_sequence))
+            self._runner.times.launch += time.perf_counter() - start
         # As in `_complete`, where a step fails that was launched.
         except Exception as error:
             while self._in_flight:
@@ -329,17 +336,24 @@ class Engine:
 
     def _complete(self, step: StepInFlight) -> None:
         """Take the result of the oldest step in flight: pass on what its requests gain, or that it failed."""
+        start = time.perf_counter()
         try:
             outcome = self._runner.collect(step)
         # Whatever a model, a kernel or the allocator raises concerns the rows of this step; the loop goes on.
         except Exception as error:
             self._fail_step(step.plan, error)
         else:
-            start = time.perf_counter()
+            collected = time.perf_counter()
             self._apply(step, outcome)
             self._num_steps += 1
-            self._runner.times.output += time.perf_counter() - start
+            self._runner.times.wait += collected - start
+            self._runner.times.output += time.perf_counter() - collected
+            self._report_step()
         self._in_flight.popleft()
+
+    def _report_step(self) -> None:
+        if self._on_step is not None:
+            self._on_step(self.stats())
 
     def _fail_step(self, plan: sched.StepPlan, error: Exception) -> None:
         _log.error("step %d failed", plan.step_id, exc_info=error)
@@ -348,6 +362,7 @@ class Engine:
         for terminal in events.terminals:
             self._by_sequence[terminal.seq_id].fail(_describe(error))
             self._end(terminal, num_new=0)
+        self._report_step()
 
     def _take(self, request: Request, result: RowResult) -> Taken:
         """Cut a row at its request's end."""

@@ -45,9 +45,15 @@ class StepModel(Protocol):
 
 @dataclass
 class StepTimes:
-    """Seconds spent in each part of the steps so far."""
+    """Seconds spent in each part of the steps so far.
+
+    ``plan``, ``launch``, ``wait`` and ``output`` are the engine thread's. ``model``, ``sample`` and ``draft`` are the
+    step's own: a part of ``launch``, or beside all of them where steps run on their own thread.
+    """
 
     plan: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
     model: float = 0.0
     sample: float = 0.0
     draft: float = 0.0

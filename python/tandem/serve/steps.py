@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    # The engine brings torch, which the process that answers with the records does without.
+    from tandem.engine.engine import EngineStats
 
 DEFAULT_CAPACITY = 5000
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One completed step.
+    """One step that completed or failed.
 
     Attributes:
-        step_id: the scheduler's number.
-        time: when it completed, seconds since the epoch.
-        num_context_rows: rows that ran a part of a prompt.
+        step: its number, from 1.
+        time: when it ended, seconds since the epoch.
+        num_context_rows: rows that ran a part of a prompt. This and the next two are of what was planned since the
+            record before: of the next step where one is planned while another runs.
         num_decode_rows: rows that generated.
         num_tokens: tokens that ran, verified drafts included.
         num_generated: tokens that requests kept.
         num_drafted: drafts verified.
         num_accepted: drafts kept.
+        num_running: requests that have a seat now.
+        num_waiting: requests that wait for one.
         plan_s: seconds that planning took.
-        launch_s: seconds that handing the step over took.
+        launch_s: seconds that handing the step over took; running it as well where steps do not overlap.
         wait_s: seconds that the engine's thread waited for the result.
+        output_s: seconds that passing it on took.
         failed: the step raised, and its rows ended with the error.
     """
 
-    step_id: int
+    step: int
     time: float
     num_context_rows: int
     num_decode_rows: int
@@ -37,9 +46,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_generated: int
     num_drafted: int
     num_accepted: int
+    num_running: int
+    num_waiting: int
     plan_s: float
     launch_s: float
     wait_s: float
+    output_s: float
     failed: bool = False
 
 
@@ -100,3 +112,42 @@ class StepWindow:
 
     def _window(self) -> Window:
         return Window(records=list(self._records), num_dropped=self._num_dropped, num_recorded=self._num_recorded)
+
+
+class StepRecorder:
+    """Makes a record of what changed between two snapshots of an engine; for `Engine.observe_steps`.
+
+    Args:
+        window: takes the records.
+        start: the engine's statistics before the first step to be recorded.
+    """
+
+    def __init__(self, window: StepWindow, start: EngineStats) -> None:
+        self._window = window
+        self._before = start
+
+    def __call__(self, stats: EngineStats) -> None:
+        """A step has ended."""
+        now, before = stats.scheduler, self._before.scheduler
+        times, times_before = stats.times, self._before.times
+        self._window.add(
+            StepRecord(
+                step=stats.num_steps,
+                time=time.time(),
+                num_context_rows=now.num_context_rows - before.num_context_rows,
+                num_decode_rows=now.num_decode_rows - before.num_decode_rows,
+                num_tokens=(now.num_context_tokens + now.num_decode_tokens)
+                - (before.num_context_tokens + before.num_decode_tokens),
+                num_generated=now.num_generated_tokens - before.num_generated_tokens,
+                num_drafted=now.num_drafted_tokens - before.num_drafted_tokens,
+                num_accepted=now.num_accepted_tokens - before.num_accepted_tokens,
+                num_running=now.num_running,
+                num_waiting=now.num_waiting,
+                plan_s=times.plan - times_before.plan,
+                launch_s=times.launch - times_before.launch,
+                wait_s=times.wait - times_before.wait,
+                output_s=times.output - times_before.output,
+                failed=now.num_failed_steps > before.num_failed_steps,
+            )
+        )
+        self._before = stats

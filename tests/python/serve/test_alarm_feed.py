@@ -40,7 +40,7 @@ def test_a_known_script_of_three_prompts_and_a_repeat_gives_exact_numbers() -> N
     assert pages.free + pages.cached == pages.total == 64
     assert shown.steps > 0
     assert shown.failed_steps == shown.preemptions == 0
-    assert set(shown.step_seconds) == {"plan", "model", "sample", "draft", "output"}
+    assert set(shown.step_seconds) == {"plan", "launch", "wait", "model", "sample", "draft", "output"}
     assert first.drafted[0] == first.num_rounds > 0
     assert not any(first.drafted[3:])
     # The repeat is a hit, and its rounds are those of the first time.

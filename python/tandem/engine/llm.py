@@ -53,7 +53,7 @@ class LLM:
             nothing.
         draft_len: tokens proposed per step and sequence, 0 to 7; by default 3 with a drafter.
         max_speculating_rows: with more sequences than this decoding at once, a step verifies and proposes no drafts,
-            since it has enough tokens without them.
+            since it has enough tokens without them; 16 by default.
         dtype: type of weights and activations, ``float32`` or ``bfloat16``. Norms and routers are always fp32.
         kv_dtype: type of the cached keys and values; that of ``dtype`` by default.
         kv_cache_bytes: size of the page pool. By default half of the memory that is really free (control groups are

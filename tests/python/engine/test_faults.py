@@ -161,3 +161,48 @@ def test_a_fault_of_the_books_ends_all_requests_once_and_frees_pages_threads_and
     del thread, build, steps
     gc.collect()
     assert [cache() for cache in caches] == [None] * 5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_closing_before_any_step_ends_all_requests_once_and_frees_pages_and_the_thread(overlap: bool) -> None:
+    step, ended = 0, 0
+    while ended < 2:
+        rig = make_rig(max_tokens_per_step=7, overlap=overlap, draft_len=2)
+        collectors = [rig.submit(prompt, replace(GREEDY, max_tokens=4)) for prompt in (PROMPT, PROMPT[3:])]
+        for _ in range(step):
+            rig.engine.step()
+        ended = sum(collector.done for collector in collectors)
+        rig.engine.close()
+        rig.engine.close()
+        reasons = [collector.output.finish_reason for collector in collectors]
+        assert sorted(reasons) == ["abort"] * (2 - ended) + ["length"] * ended
+        rig.check_idle()
+        steps = rig.engine._runner._thread
+        assert steps is None or not steps._thread.is_alive()
+        step += 1
+    assert step > 6
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_no_step_may_raise_ends_the_engine_and_not_only_its_thread(
+    error: type[BaseException], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request used to wait for ever where something other than an `Exception` ended the loop."""
+    monkeypatch.setattr(logging.getLogger("tandem.engine.loop"), "disabled", True)
+    collectors: list[Collector] = []
+
+    def raise_it(meta: object) -> None:
+        raise error("injected")
+
+    def build() -> Engine:
+        rig = make_rig(overlap=overlap)
+        rig.model.before_forward = raise_it
+        collectors.append(rig.submit(PROMPT, GREEDY))
+        return rig.engine
+
+    thread = EngineThread(build)
+    thread._thread.join(20)
+    assert not thread._thread.is_alive()
+    assert collectors[0].output.error == "the engine stopped: injected"
+    thread.close()

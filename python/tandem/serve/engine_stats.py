@@ -38,7 +38,7 @@ def snapshot_of(stats: EngineStats) -> Snapshot:
         prompt_tokens=counters.num_prompt_tokens,
         cached_tokens=counters.num_cached_tokens,
         generated_tokens=counters.num_generated_tokens,
-        steps=counters.num_completed_steps,
+        steps=stats.num_steps,
         failed_steps=counters.num_failed_steps,
         context_rows=counters.num_context_rows,
         decode_rows=counters.num_decode_rows,

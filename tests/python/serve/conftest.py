@@ -1,4 +1,4 @@
-"""One server over a tiny random model per module, and the same model in this process to compare with."""
+"""One server over a tiny random model and a random drafter, and the same in this process to compare with."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tandem import LLM
-from tests.python.engine.checkpoint import make_checkpoint
+from tests.python.engine.checkpoint import make_checkpoint, make_drafter
 from tests.python.serve.server_process import ServerProcess, serve_model
 
 # Uses every variable that the server passes on, so that a test can see what reached the template.
@@ -39,6 +39,7 @@ MAX_REQUESTS = 12
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
+    make_drafter(path / "eagle3", seed=5)
     (path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return path
 

@@ -10,6 +10,8 @@ from openai import BadRequestError, OpenAI
 from tandem import LLM, SamplingParams
 from tests.python.serve.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 USER = {"role": "user", "content": "hi"}
 TOOL = {
     "type": "function",

@@ -9,6 +9,8 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 from tandem import LLM, SamplingParams
 from tests.python.serve.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 BASE: dict[str, Any] = {"temperature": 0.9, "seed": 5, "max_tokens": 8, "ignore_eos": True}
 
 # For each field, a value that changes what BASE gives.

@@ -8,6 +8,8 @@ import pytest
 
 from tests.python.serve.server_process import ROOT, ServerProcess
 
+pytestmark = pytest.mark.slow
+
 BEGIN, END = "<!-- conformance: begin -->\n", "<!-- conformance: end -->\n"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 _BODIES: dict[str, dict[str, Any]] = {

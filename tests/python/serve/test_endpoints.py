@@ -16,6 +16,8 @@ from tandem.serve.options import EngineConfig, ServerOptions
 from tests.python.engine.byte_tokenizer import byte_tokenizer_json
 from tests.python.serve.server_process import ROOT, ServerProcess
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_served_model_is_listed(server: ServerProcess) -> None:
     client = server.client()
@@ -69,6 +71,20 @@ def test_metrics_count_what_was_served(server: ServerProcess) -> None:
     assert grew("e2e_request_latency_seconds_count") == grew("time_to_first_token_seconds_count") == 2
     assert grew("requests_refused_total 400") == 1
     assert (after["num_requests_running"], after["num_requests_waiting"]) == (0, 0)
+
+
+def test_statistics_tell_what_became_of_drafts(server: ServerProcess) -> None:
+    body = {"model": "tiny", "prompt": "drafts are verified", "max_tokens": 20, "ignore_eos": True}
+    before = server.get("/v1/stats").json
+    assert server.post("/v1/completions", body).status == 200
+    after = server.get("/v1/stats").json
+    rounds = [sum(route["num_rounds"] for route in stats["rounds"].values()) for stats in (before, after)]
+    drafted = [sum(sum(route["drafted"]) for route in stats["rounds"].values()) for stats in (before, after)]
+    assert rounds[0] < rounds[1]
+    assert drafted[1] - drafted[0] == 3 * (rounds[1] - rounds[0])
+    assert after["generated_tokens"] - before["generated_tokens"] == 20
+    assert after["pages"]["free"] + after["pages"]["cached"] == after["pages"]["total"]
+    assert all(not alarm["raised"] for alarm in after["alarms"].values())
 
 
 def test_a_path_with_a_strange_name_is_a_plain_404(server: ServerProcess) -> None:

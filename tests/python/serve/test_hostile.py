@@ -11,6 +11,8 @@ from tests.python.serve import hostile
 from tests.python.serve.conftest import MAX_BODY_BYTES
 from tests.python.serve.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 GOOD = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 

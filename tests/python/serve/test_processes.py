@@ -10,6 +10,8 @@ import pytest
 
 from tests.python.serve.server_process import Answer, ServerProcess, process_exists, serve_scripted
 
+pytestmark = pytest.mark.slow
+
 SOON_S = 1.0
 GOOD = {"model": "scripted", "prompt": "x", "max_tokens": 3}
 

@@ -11,6 +11,8 @@ from openai import OpenAI
 from tests.python.serve.conftest import TEMPLATE
 from tests.python.serve.server_process import serve_scripted
 
+pytestmark = pytest.mark.slow
+
 N = "]<]minimax[>["
 TOOLS = [
     {

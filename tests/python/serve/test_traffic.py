@@ -17,6 +17,8 @@ from openai import APIError, AuthenticationError, RateLimitError
 from tandem import LLM, SamplingParams
 from tests.python.serve.server_process import ServerProcess, serve_scripted
 
+pytestmark = pytest.mark.slow
+
 SCRIPTED = {"model": "scripted", "prompt": "x"}
 KEY = {"authorization": "Bearer second key"}
 TIMEOUT_S = 2.0

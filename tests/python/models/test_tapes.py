@@ -51,6 +51,20 @@ def test_taped_steps_give_the_bits_of_untaped_ones(model, capture):
     assert untaped.backend not in model._tapes
 
 
+def test_a_step_keeps_what_it_returned_while_later_steps_capture_other_layers(model):
+    taped, untaped = (Runner(model, backend, 40) for backend in (CpuBackend, UntapedBackend))
+    returned = []
+    for capture in [(1,), (2,), (), (1,), (1, 2), (2,), ()]:
+        token = 5 + taped.num_tokens
+        for runner in (taped, untaped):
+            runner.state.last_token[1] = token
+            logits, states = runner.feed([token], capture)
+            hidden = model.forward(runner.meta.token_ids, runner.meta, runner.backend)[0]
+            returned.append([logits, hidden, *states])
+    for given, expected in zip(returned[::2], returned[1::2], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
 def test_tapes_end_with_the_cache_that_they_read(model):
     runner = Runner(model, CpuBackend, 40)
     runner.feed([5, 6, 7])

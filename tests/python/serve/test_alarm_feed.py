@@ -1,18 +1,24 @@
-"""From a running engine to the numbers shown, and to what the alarm is told."""
+"""From a running engine to the numbers shown, and to what the alarm is told and finds."""
 
+import asyncio
 import dataclasses
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tandem.engine.outputs import RequestOutput
 from tandem.engine.params import SamplingParams
 from tandem.engine.speculation import RoundCounts
 from tandem.serve.alarm import AcceptanceAlarm, Baseline
 from tandem.serve.alarm_feed import MIN_ROUNDS, report_request, with_alarms
+from tandem.serve.canary import Canary, CanaryAnswer, CanaryPrompt
 from tandem.serve.engine_stats import snapshot_of
 from tandem.serve.metrics import ServerMetrics
 from tandem.serve.metrics_snapshot import COLD, PREFIX_HIT, Snapshot
-from tests.python.engine.scripted import Rig, make_rig
+from tests.python.engine import scripted
+from tests.python.engine.scripted import Rig, ScriptedWorker, expected, make_rig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
 PROMPT = list(range(10, 23))
@@ -99,3 +105,63 @@ def test_the_alarm_is_told_of_fit_requests_on_their_route(changes: dict[str, obj
     told = [name for name, state in watch.states().items() if state.evidence > 0]
     assert told == ([] if route is None else [route])
     assert all(not watch._routes[name].prompts for name in watch.states())
+
+
+class DamagedWorker(ScriptedWorker):
+    """Proposes wrong tokens while ``damaged``; the entries that it writes stay right."""
+
+    damaged = False
+
+    def run(self, *arguments: Any, **options: Any) -> Tensor:
+        drafts = super().run(*arguments, **options)
+        return torch.where(drafts >= 0, (drafts + 1) % scripted.VOCAB_SIZE, drafts) if self.damaged else drafts
+
+
+@pytest.fixture
+def damaged_rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    monkeypatch.setattr(scripted, "ScriptedWorker", DamagedWorker)
+    monkeypatch.setattr(DamagedWorker, "damaged", False)
+    return make_rig(draft_len=3, num_slots=2000)
+
+
+def test_damaged_drafts_of_one_route_raise_its_alarm_while_every_answer_is_right(
+    damaged_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = AcceptanceAlarm(Baseline(0.34, 0.05, 0.35))
+    params = SamplingParams(temperature=0, max_tokens=30)
+
+    def serve_until(first: int, raised: bool, damage: bool) -> int:
+        for count in range(first, first + 60):
+            prompt = [6 + (37 * count + 11 * place) % 256 for place in range(20)]
+            for route in (COLD, PREFIX_HIT):
+                monkeypatch.setattr(DamagedWorker, "damaged", damage and route == PREFIX_HIT)
+                output = damaged_rig.generate(prompt, params)
+                assert output.token_ids == expected(prompt, 30)
+                assert (output.cached_tokens > 0) == (route == PREFIX_HIT)
+                assert report_request(watch, output, draft_len=3)
+            if watch.states()[PREFIX_HIT].raised == raised:
+                return count - first + 1
+        raise AssertionError(f"the alarm is still {not raised}")
+
+    assert 8 <= serve_until(0, raised=True, damage=True) <= 25
+    assert not watch.states()[COLD].raised
+    assert serve_until(100, raised=False, damage=False) <= 40
+
+
+def test_the_canary_finds_the_same_damage_at_once(damaged_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    salts = set[str]()
+
+    async def send(prompt: CanaryPrompt, salt: str) -> CanaryAnswer:
+        monkeypatch.setattr(DamagedWorker, "damaged", damage and salt in salts)
+        salts.add(salt)
+        params = SamplingParams(temperature=0, max_tokens=prompt.max_tokens, cache_salt=salt)
+        output = damaged_rig.generate(prompt.token_ids, params)
+        rounds = output.rounds
+        return CanaryAnswer(tuple(output.token_ids), output.cached_tokens, rounds.num_drafted, rounds.num_accepted)
+
+    canary = Canary([CanaryPrompt("only", tuple(range(10, 30)), 30)], send)
+    for damage in (False, True):
+        cold, hit = asyncio.run(canary.run())
+        assert cold.faults == ()
+        assert bool(hit.faults) == damage
+        assert hit.answer.token_ids == cold.answer.token_ids

@@ -271,6 +271,7 @@ def make_rig(
     tokenizer: Tokenizer | None = None,
     end_ids: Sequence[int] = (),
     draft_len: int | None = None,
+    max_speculating_rows: int = 2**31 - 1,
 ) -> Rig:
     """An engine over a scripted model; with a drafter where there is a ``draft_len``."""
     limits = Limits(
@@ -294,6 +295,7 @@ def make_rig(
         overlap=overlap,
         enable_prefix_cache=enable_prefix_cache,
         watermark_pages=watermark_pages,
+        max_speculating_rows=max_speculating_rows,
     )
     scheduler = sched.Scheduler(config)
     state = SeatState(limits)

@@ -235,6 +235,7 @@ class Interleaver:
             max_tokens=self.rng.randint(1, 24),
             priority=self.rng.choice([0, 0, 1]),
             frequency_penalty=self.rng.choice([0.0, 0.0, 0.5]),
+            speculate=self.rng.random() < 0.8,
         )
         collector = Collector()
         request_id = self.rig.engine.submit(prompt, params, collector, stream=self.rng.random() < 0.5)
@@ -310,6 +311,7 @@ def interleave(seed: int, num_events: int) -> Interleaver:
         max_model_len=30,
         overlap=rng.random() < 0.7,
         draft_len=draft_len,
+        max_speculating_rows=rng.choice([1, 3, 6]),
         watermark_pages=rng.choice([0, 1]),
         enable_prefix_cache=rng.random() < 0.8,
         tokenizer=TOKENIZER,

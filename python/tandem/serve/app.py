@@ -20,6 +20,7 @@ from tandem.serve.answers import error_response, json_response
 from tandem.serve.chat import chat, encode_conversation
 from tandem.serve.completions import complete
 from tandem.serve.errors import ApiError, bad_request
+from tandem.serve.messages import StepsWanted
 from tandem.serve.metrics import CONTENT_TYPE
 from tandem.serve.protocol import (
     Body,
@@ -51,7 +52,7 @@ def make_app(service: Service) -> ASGIApp:
         Route("/v1/completions", endpoints.generating(CompletionBody, complete), methods=["POST"]),
         Route("/v1/models", endpoints.models, methods=["GET"]),
         Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
-        Route("/v1/stats", endpoints.stats, methods=["GET"]),
+        Route("/v1/stats", endpoints.stats, methods=["GET", "POST"]),
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
@@ -115,14 +116,21 @@ class _Endpoints:
         }
 
     async def stats(self, request: Request) -> Response:
-        return json_response((await self._service.client.stats()).to_dict())
+        """GET gives the counters, with ``?window=read`` the records of the last steps too; POST drains these."""
+        asked = request.query_params.get("window")
+        if asked not in (None, "read"):
+            raise bad_request(f"window={asked!r} is not allowed: read", "window")
+        wanted: StepsWanted = "drain" if request.method == "POST" else "none" if asked is None else "read"
+        reply = await self._service.client.stats(wanted)
+        window = {} if reply.steps is None else {"window": reply.steps.to_dict()}
+        return json_response(reply.stats.to_dict() | window)
 
     async def metrics(self, request: Request) -> Response:
         """Where the engine does not answer in time, its counters are those of its last answer."""
         metrics = self._service.metrics
         try:
             async with asyncio.timeout(_METRICS_WAIT_S):
-                metrics.update(await self._service.client.stats())
+                metrics.update((await self._service.client.stats()).stats)
         except (TimeoutError, ApiError) as error:
             _log.warning("the engine's counters are not fresh: %s", str(error) or "it does not answer")
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})

@@ -13,14 +13,17 @@ _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-leng
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """``max_head_bytes``: request line and headers. ``head_timeout_s``: from a connection's start to its first head.
+    """Of one connection.
 
-    ``send_timeout_s``: how long a full write buffer may stay full.
+    Attributes:
+        send_timeout_s: how long a full write buffer may stay full.
+        head_timeout_s: how long a request's line and headers may take, and the first ones from the connection's start.
+        max_head_bytes: size of a request's line and headers.
     """
 
     send_timeout_s: float
+    head_timeout_s: float
     max_head_bytes: int = 64 * 1024
-    head_timeout_s: float = 30.0
 
 
 def bounded_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
@@ -34,7 +37,7 @@ def bounded_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._head_timer = self.loop.call_later(limits.head_timeout_s, transport.abort)
+            self._await_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._cancel_timers()
@@ -52,11 +55,11 @@ def bounded_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
         def on_message_begin(self) -> None:
             super().on_message_begin()
             self._in_head, self._head_bytes = True, 0
+            self._await_head()
 
         def on_headers_complete(self) -> None:
             self._in_head = False
-            if self._head_timer is not None:
-                self._head_timer.cancel()
+            self._cancel_head_timer()
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
@@ -72,9 +75,17 @@ def bounded_protocol(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
                 self._send_timer.cancel()
             super().resume_writing()
 
+        def _await_head(self) -> None:
+            self._cancel_head_timer()
+            self._head_timer = self.loop.call_later(limits.head_timeout_s, self.transport.abort)
+
+        def _cancel_head_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+
         def _cancel_timers(self) -> None:
-            for timer in (self._head_timer, self._send_timer):
-                if timer is not None:
-                    timer.cancel()
+            self._cancel_head_timer()
+            if self._send_timer is not None:
+                self._send_timer.cancel()
 
     return BoundedProtocol

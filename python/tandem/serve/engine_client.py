@@ -20,9 +20,20 @@ import zmq.asyncio
 
 from tandem.serve import messages
 from tandem.serve.errors import ApiError, EngineStartError, bad_request
-from tandem.serve.messages import Abort, Beat, End, Failed, FromEngine, GetStats, Piece, Pieces, Ready, StatsReply
+from tandem.serve.messages import (
+    Abort,
+    Beat,
+    End,
+    Failed,
+    FromEngine,
+    GetStats,
+    Piece,
+    Pieces,
+    Ready,
+    StatsReply,
+    StepsWanted,
+)
 from tandem.serve.metrics import RequestTimings
-from tandem.serve.metrics_snapshot import Snapshot
 from tandem.serve.options import ServerOptions
 
 _log = logging.getLogger(__name__)
@@ -119,7 +130,7 @@ class EngineClient:
         self._on_end = on_end
         self._request_ids = itertools.count()
         self._unfinished: dict[int, _Unfinished] = {}
-        self._calls: dict[int, asyncio.Future[Snapshot]] = {}
+        self._calls: dict[int, asyncio.Future[StatsReply]] = {}
         self._outgoing: asyncio.Queue[messages.ToEngine] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._process: Process | None = None
@@ -253,8 +264,8 @@ class EngineClient:
             if request_id in self._unfinished:
                 self._outgoing.put_nowait(Abort(request_id))
 
-    async def stats(self) -> Snapshot:
-        """The engine's counters; waits for the end of the step that runs.
+    async def stats(self, steps: StepsWanted = "none") -> StatsReply:
+        """The engine's counters, and its records of steps if wanted; waits for the end of the step that runs.
 
         Raises:
             ApiError: the engine is not there (503).
@@ -262,9 +273,9 @@ class EngineClient:
         if self.ready is None or self.died.is_set():
             raise ApiError(503, self.unhealthy() or "", code="not_ready", retry_after_s=RETRY_AFTER_S)
         call_id = next(self._request_ids)
-        future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[StatsReply] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
-        self._outgoing.put_nowait(GetStats(call_id))
+        self._outgoing.put_nowait(GetStats(call_id, steps))
         try:
             return await future
         finally:
@@ -293,10 +304,10 @@ class EngineClient:
                 self._last_beat = time.monotonic()
                 if num_steps != self._last_steps:
                     self._last_steps, self._last_progress = num_steps, self._last_beat
-            case StatsReply(call_id, stats):
+            case StatsReply(call_id):
                 waiting = self._calls.get(call_id)
                 if waiting is not None and not waiting.done():
-                    waiting.set_result(stats)
+                    waiting.set_result(message)
             case Ready():
                 self.ready = message
                 self._last_beat = time.monotonic()

@@ -43,6 +43,7 @@ from tandem.serve.messages import (
 from tandem.serve.metrics_snapshot import Snapshot
 from tandem.serve.options import EngineConfig
 from tandem.serve.outbox import Outbox
+from tandem.serve.steps import StepRecorder, StepWindow
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -76,13 +77,14 @@ class ServedEngine(Protocol):
 class BuiltForServing:
     """An engine with what the HTTP process must know of it; ``stats`` and ``on_output`` run on the engine thread.
 
-    ``on_output`` is told of each request that has ended.
+    ``on_output`` is told of each request that has ended; ``steps`` has the records of the last steps.
     """
 
     engine: ServedEngine
     ready: Ready
     stats: Callable[[], Snapshot]
     on_output: Callable[[RequestOutput], None]
+    steps: StepWindow
     close: Callable[[], None]
 
 
@@ -102,6 +104,7 @@ class EngineServer:
         self._engine = built.engine
         self._stats = built.stats
         self._on_output = built.on_output
+        self._steps = built.steps
         self._commands = commands
         self._outbox = outbox
         # The engine's number of a request by the HTTP process's. Touched by this thread alone: the engine thread only
@@ -135,8 +138,8 @@ class EngineServer:
                 engine_id = self._engine_ids.get(request_id)
                 if engine_id is not None:
                     self._engine.abort(engine_id)
-            case GetStats(call_id):
-                self._engine.call(lambda: self._outbox.put(StatsReply(call_id, self._stats())))
+            case GetStats():
+                self._engine.call(lambda: self._outbox.put(self._reply(message)))
             case messages.Stop():
                 return False
         return True
@@ -156,6 +159,12 @@ class EngineServer:
             param = error.field if isinstance(error, InvalidParameterError) else None
             end = End("error", cached_tokens=0, error=str(error), refused=True, param=param)
             self._outbox.put_piece(Piece(message.request_id, "", 0, end=end))
+
+    def _reply(self, asked: GetStats) -> StatsReply:
+        steps = None
+        if asked.steps != "none":
+            steps = self._steps.drain() if asked.steps == "drain" else self._steps.read()
+        return StatsReply(asked.call_id, self._stats(), steps)
 
     def _beat(self) -> None:
         """Raises `EngineClosedError` where the engine has stopped."""
@@ -213,16 +222,17 @@ def build_for_serving(config: EngineConfig) -> BuiltForServing:
         max_model_len=limits.max_model_len,
         load_seconds=llm.load_seconds,
     )
-    watch = AcceptanceAlarm()
+    engine, watch, steps = llm.engine, AcceptanceAlarm(), StepWindow()
 
     def stats() -> Snapshot:
-        return with_alarms(snapshot_of(llm.engine.stats()), watch)
+        return with_alarms(snapshot_of(engine.stats()), watch)
 
     def on_output(output: RequestOutput) -> None:
         if limits.max_draft_len > 0:
             report_request(watch, output, limits.max_draft_len)
 
-    return BuiltForServing(llm.engine, ready, stats, on_output, llm.close)
+    engine.call(lambda: engine.observe_steps(StepRecorder(steps, engine.stats()))).result()
+    return BuiltForServing(engine, ready, stats, on_output, steps, llm.close)
 
 
 def serve_engine(build: Build, addresses: tuple[str, str]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -10,9 +10,13 @@ from tandem.engine.grammar import Grammar
 from tandem.engine.outputs import FinishReason
 from tandem.engine.params import SamplingParams
 from tandem.serve.metrics_snapshot import Snapshot
+from tandem.serve.steps import Window
 
 # One token with its log-probability, and those of the most likely ids: (id, logprob, ((id, logprob), ...)).
 LogprobEntry = tuple[int, float, tuple[tuple[int, float], ...]]
+
+
+StepsWanted = Literal["none", "read", "drain"]
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):
@@ -42,9 +46,10 @@ class Stop(_Message):
 
 
 class GetStats(_Message):
-    """Ask for a `StatsReply` with the same number."""
+    """Ask for a `StatsReply` with the same number; ``drain`` forgets the records of steps that it gives."""
 
     call_id: int
+    steps: StepsWanted = "none"
 
 
 # From the engine.
@@ -121,6 +126,7 @@ class StatsReply(_Message):
 
     call_id: int
     stats: Snapshot
+    steps: Window | None = None
 
 
 ToEngine = Submit | Abort | Stop | GetStats

@@ -49,6 +49,7 @@ class ServerOptions:
         max_requests: generations that may run or wait at once; more are refused with 429.
         max_body_bytes: largest request body.
         request_timeout_s: seconds from a request's arrival to its last byte; afterwards it is aborted.
+        head_timeout_s: seconds that a request's line and headers may take.
         send_timeout_s: seconds that a client may take nothing while there is something to send.
         shutdown_grace_s: seconds that running requests are given after SIGTERM.
         stall_s: seconds without progress after which an engine with work is unhealthy.
@@ -65,6 +66,7 @@ class ServerOptions:
     max_requests: int = 256
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     request_timeout_s: float = 600.0
+    head_timeout_s: float = 30.0
     send_timeout_s: float = 30.0
     shutdown_grace_s: float = 30.0
     stall_s: float = 30.0

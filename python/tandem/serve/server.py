@@ -65,7 +65,7 @@ async def _serve(
     client = EngineClient(options, metrics.observe_request)
     config = uvicorn.Config(
         make_app(Service(options, client, tokenizer, chat_template, metrics)),
-        http=bounded_protocol(ConnectionLimits(send_timeout_s=options.send_timeout_s)),
+        http=bounded_protocol(ConnectionLimits(options.send_timeout_s, options.head_timeout_s)),
         ws="none",
         lifespan="off",
         log_config=None,

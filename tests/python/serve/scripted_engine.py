@@ -22,6 +22,7 @@ from tandem.serve.engine_process import BuiltForServing, serve_engine
 from tandem.serve.messages import Ready
 from tandem.serve.metrics_snapshot import Snapshot
 from tandem.serve.options import EngineConfig
+from tandem.serve.steps import StepWindow
 from tests.python.engine.byte_tokenizer import SPECIALS
 
 VOCAB_SIZE = 300
@@ -194,7 +195,7 @@ def main() -> int:
             raise OSError(f"{config.model} is not a model")
         engine = ScriptedEngine(arguments.tokens_per_round, arguments.interval)
         ready = Ready(VOCAB_SIZE, MAX_MODEL_LEN - 1, MAX_MODEL_LEN, 0.0)
-        return BuiltForServing(engine, ready, engine.stats, lambda output: None, lambda: None)
+        return BuiltForServing(engine, ready, engine.stats, lambda output: None, StepWindow(), lambda: None)
 
     return serve_engine(build, (arguments.addresses[0], arguments.addresses[1]))
 

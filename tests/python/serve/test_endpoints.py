@@ -87,6 +87,21 @@ def test_statistics_tell_what_became_of_drafts(server: ServerProcess) -> None:
     assert all(not alarm["raised"] for alarm in after["alarms"].values())
 
 
+def test_records_of_steps_are_read_and_drained(server: ServerProcess) -> None:
+    server.request("POST", "/v1/stats")
+    body = {"model": "tiny", "prompt": "x" * 50, "max_tokens": 10, "ignore_eos": True}
+    assert server.post("/v1/completions", body).status == 200
+    read = server.get("/v1/stats?window=read").json["window"]
+    drained = server.request("POST", "/v1/stats").json["window"]
+    assert drained == read
+    assert sum(record["num_generated"] for record in read["records"]) == 10
+    assert sum(record["num_context_rows"] for record in read["records"]) == 2
+    assert read["num_dropped"] == 0
+    assert server.get("/v1/stats?window=read").json["window"]["records"] == []
+    assert "window" not in server.get("/v1/stats").json
+    assert server.get("/v1/stats?window=all").json["error"]["param"] == "window"
+
+
 def test_a_path_with_a_strange_name_is_a_plain_404(server: ServerProcess) -> None:
     for path in ("/v1/models/%00", "/v1/models/a/b/../c", "/%2e%2e/etc/passwd", "/v1/completions/"):
         assert server.get(path).status in (307, 404)

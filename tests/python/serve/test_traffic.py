@@ -29,7 +29,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
     """A server with keys, room for three generations, little time, and an engine of 100 tokens a second."""
     folder = tmp_path_factory.mktemp("guarded")
     options: dict[str, Any] = {"api_keys": ["first key", "second key"], "max_requests": 3}
-    with serve_scripted(folder, "--interval", "0.01", request_timeout_s=TIMEOUT_S, **options) as server:
+    options |= {"request_timeout_s": TIMEOUT_S, "head_timeout_s": 1.0}
+    with serve_scripted(folder, "--interval", "0.01", **options) as server:
         yield server
 
 
@@ -98,6 +99,19 @@ def test_a_request_that_takes_too_long_is_aborted(guarded: ServerProcess) -> Non
         pieces.extend(chunk.choices[0].text for chunk in stream)
     assert pieces
     guarded.wait_until(lambda: stats(guarded, **KEY)["running"] == 0, 10)
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"])
+def test_a_head_that_never_ends_is_not_waited_for(guarded: ServerProcess, before: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", guarded.port), timeout=20) as connection:
+        connection.sendall(before + b"GET /live HTTP/1.1\r\nx-slow: ")
+        received = b""
+        try:
+            while part := connection.recv(4096):
+                received += part
+        except ConnectionResetError:
+            received += b""
+    assert received.count(b"HTTP/1.1 200") == bool(before)
 
 
 def test_a_failed_generation_ends_its_stream_with_an_error_and_harms_no_neighbour(guarded: ServerProcess) -> None:

@@ -374,7 +374,7 @@ def row(mix: Mix, *, learned: bool, num_servers: int, num_rounds: float, seed: i
         cells.append(f"{median:,.0f} / {late:,.0f}" if np.isfinite(late) else f"{median:,.0f} / over 40,000")
     other = 0.57 if mix.rate > 0.7 else 0.83
     world = make_world(mix, num_servers, seed + 3, learned=learned)
-    cells.append(f"{change_of_traffic(world, other, 1000 * mix.concurrency):.1%}")
+    cells.append(f"{change_of_traffic(world, other, 1000 + 125 * mix.concurrency):.1%}")
     return f"| {' | '.join(cells)} |"
 
 

@@ -80,7 +80,7 @@ class Baseline:
         """Of the mean share of so many rounds of one prompt."""
         return self.prompt_sd**2 + self.round_sd**2 / num_rounds
 
-    def evidence(self, rounds: Rounds) -> tuple[float, float]:
+    def evidence(self, rounds: PromptRounds) -> tuple[float, float]:
         """Log-likelihood ratios that a prompt gives so far, of a fall and of a rise by `FALL`, to no change."""
         if rounds.count == 0:
             return 0.0, 0.0
@@ -91,7 +91,7 @@ class Baseline:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class PromptRounds:
     """Rounds of one prompt: how many, the sum of their accepted shares, and for `Learner` in what reports they came."""
 
     count: int = 0
@@ -100,13 +100,13 @@ class Rounds:
     squares: float = 0.0
 
     @classmethod
-    def report(cls, num_rounds: int, num_drafted: int, num_accepted: int) -> Rounds:
+    def report(cls, num_rounds: int, num_drafted: int, num_accepted: int) -> PromptRounds:
         """Some rounds, all of which drafted equally many."""
         shares = num_rounds * num_accepted / num_drafted
         return cls(num_rounds, shares, 1, shares * shares / num_rounds)
 
-    def __add__(self, other: Rounds) -> Rounds:
-        return Rounds(
+    def __add__(self, other: PromptRounds) -> PromptRounds:
+        return PromptRounds(
             self.count + other.count,
             self.shares + other.shares,
             self.num_reports + other.num_reports,
@@ -131,7 +131,7 @@ class Learner:
         self._rounds = self._rounds_squared = self._degrees = 0
         self._shares = self._squares = self._within = 0.0
 
-    def add(self, prompt: Rounds) -> None:
+    def add(self, prompt: PromptRounds) -> None:
         """Take in a prompt that has ended."""
         self.num_prompts += 1
         self._rounds += prompt.count
@@ -158,12 +158,12 @@ class _Window:
     """Mean share of a route since some moment: prompts weighted by what they tell."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Rounds] = {}
+        self._open: dict[int, PromptRounds] = {}
         self._ended = _WeightedSums()
         self.num_rounds = 0
 
-    def add(self, prompt: int, rounds: Rounds) -> None:
-        self._open[prompt] = self._open.get(prompt, Rounds()) + rounds
+    def add(self, prompt: int, rounds: PromptRounds) -> None:
+        self._open[prompt] = self._open.get(prompt, PromptRounds()) + rounds
         self.num_rounds += rounds.count
 
     def end(self, prompt: int, baseline: Baseline) -> None:
@@ -211,7 +211,7 @@ class _WeightedSums:
 class _Route:
     """The tests of one route: sums of the evidence for a fall, for a rise, and against the fall that was found."""
 
-    prompts: dict[int, Rounds] = field(default_factory=dict)
+    prompts: dict[int, PromptRounds] = field(default_factory=dict)
     fall: float = 0.0
     rise: float = 0.0
     recovery: float = 0.0
@@ -270,9 +270,9 @@ class AcceptanceAlarm:
             raise ValueError(f"route={route!r} is not allowed: one of {', '.join(ROUTES)}")
         if not (num_rounds >= 1 and num_drafted >= num_rounds and 0 <= num_accepted <= num_drafted):
             raise ValueError(f"{num_rounds} rounds with {num_accepted} of {num_drafted} drafts accepted cannot be")
-        rounds = Rounds.report(num_rounds, num_drafted, num_accepted)
+        rounds = PromptRounds.report(num_rounds, num_drafted, num_accepted)
         tested = self._routes[route]
-        before = tested.prompts.get(prompt, Rounds())
+        before = tested.prompts.get(prompt, PromptRounds())
         tested.prompts[prompt] = after = before + rounds
         if self._baseline is None:
             return
@@ -300,7 +300,7 @@ class AcceptanceAlarm:
             if name == COLD and rounds is not None and self._given is None:
                 self._learn(rounds)
 
-    def _learn(self, prompt: Rounds) -> None:
+    def _learn(self, prompt: PromptRounds) -> None:
         self._learner.add(prompt)
         if self._learner.num_prompts % REFINE_PROMPTS == 0 and (found := self._learner.baseline()) is not None:
             if self._baseline is None:

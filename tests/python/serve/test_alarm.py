@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tandem.serve import alarm
-from tandem.serve.alarm import AcceptanceAlarm, Baseline, Learner, Rounds
+from tandem.serve.alarm import AcceptanceAlarm, Baseline, Learner, PromptRounds
 from tandem.serve.metrics_snapshot import COLD, HANDED_OVER, PREFIX_HIT
 from tools.perf import alarm_simulation as simulation
 
@@ -131,16 +131,16 @@ def test_nothing_is_tested_before_the_baseline_is_learned_and_a_change_of_traffi
 
 def test_prompts_that_differ_more_are_given_less_weight() -> None:
     uniform, various = Baseline(0.8, 0.02, 0.33), Baseline(0.8, 0.1, 0.33)
-    odd = Rounds.report(100, 300, 210)
+    odd = PromptRounds.report(100, 300, 210)
     assert uniform.evidence(odd)[0] > various.evidence(odd)[0] > 0
     assert uniform.evidence(odd)[1] < 0
-    assert Rounds.report(100, 300, 300).mean == 1.0
-    hopeless = Rounds.report(100, 300, 0)
+    assert PromptRounds.report(100, 300, 300).mean == 1.0
+    hopeless = PromptRounds.report(100, 300, 0)
     deviation = math.sqrt(uniform.variance(100))
     assert uniform.evidence(hopeless)[0] == pytest.approx(
         alarm.FALL / deviation * (alarm.MAX_SCORE - alarm.FALL / deviation / 2)
     )
-    assert uniform.evidence(Rounds()) == (0.0, 0.0)
+    assert uniform.evidence(PromptRounds()) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("reports_per_prompt", [1, 6])
@@ -150,10 +150,10 @@ def test_the_learner_finds_the_spread_between_prompts_and_within(
     learner = Learner()
     for _ in range(4000):
         rate = rng.normal(0.8, 0.06)
-        prompt = Rounds()
+        prompt = PromptRounds()
         for size in rng.integers(5, 25, reports_per_prompt):
             shares = float(rng.normal(rate * size, 0.3 * math.sqrt(size)))
-            prompt = prompt + Rounds(int(size), shares, 1, shares**2 / size)
+            prompt = prompt + PromptRounds(int(size), shares, 1, shares**2 / size)
         learner.add(prompt)
     found = learner.baseline()
     assert found is not None
@@ -169,7 +169,7 @@ def test_the_learner_finds_the_spread_between_prompts_and_within(
 def test_what_cannot_be_learned_from_is_no_baseline() -> None:
     learner = Learner()
     for _ in range(alarm.MIN_LEARN_PROMPTS + 5):
-        learner.add(Rounds.report(10, 30, 30))
+        learner.add(PromptRounds.report(10, 30, 30))
     assert learner.baseline() is None
 
 

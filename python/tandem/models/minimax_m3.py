@@ -92,7 +92,10 @@ class MiniMaxM3:
         tapes = self._tapes_for(attention) if len(token_ids) <= MAX_TAPED_TOKENS else None
         h = self.embed(token_ids) if tapes is None else self._embed_in_place(token_ids)
         a, captured = h, []
-        for first, last in pairwise((0, *(n for n in capture if 0 < n < num_layers), num_layers)):
+        parts = list(pairwise((0, *(n for n in capture if 0 < n < num_layers), num_layers)))
+        if tapes is not None:
+            tapes.begin_pass(len(parts))
+        for first, last in parts:
             if first in capture:
                 captured.append(h.clone())
             run = partial(self._run_layers, first, last, a, h, meta, attention)

@@ -49,6 +49,14 @@ class Tapes:
     def __init__(self) -> None:
         self._taped: dict[Hashable, tuple[cpu.Tape, Tensor]] = {}
 
+    def begin_pass(self, num_tapes: int) -> None:
+        """Make room for the tapes of a pass, by forgetting all others.
+
+        A tape reads what the one before it in its pass has written, so those of a pass are forgotten together.
+        """
+        if len(self._taped) + num_tapes > _MAX_TAPES:
+            self._taped.clear()
+
     def run(self, key: Hashable, calls: Callable[[], Tensor]) -> Tensor:
         """Make the kernel calls of `calls` and return its result, the same tensor for each call with an equal key.
 
@@ -59,8 +67,6 @@ class Tapes:
         if taped is not None:
             taped[0].replay()
             return taped[1]
-        if len(self._taped) >= _MAX_TAPES:
-            self._taped.clear()
         tape = cpu.Tape()
         with tape, _KernelsOnly():  # type: ignore[no-untyped-call]
             result = calls()

@@ -8,7 +8,7 @@ import torch
 
 from models.runner import Runner
 from models.support import Shape, random_weights, text_config, wrapped_config, write_checkpoint
-from tandem.models import CpuOps, MiniMaxM3, MiniMaxM3Config, load_model
+from tandem.models import CpuOps, MiniMaxM3, MiniMaxM3Config, load_model, tapes
 from tandem.models.tapes import MAX_TAPED_TOKENS, NotAKernelError, Tapes
 from tandem.msa import CpuBackend
 
@@ -65,6 +65,22 @@ def test_a_step_keeps_what_it_returned_while_later_steps_capture_other_layers(mo
         assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
 
 
+@pytest.mark.parametrize("most", [2, 3, 4, 5, 6, 7])
+def test_when_there_are_too_many_tapes_those_of_a_pass_are_forgotten_together(model, most, monkeypatch):
+    """One part of a pass, recorded anew, used to write where the next part's tape no longer read."""
+    monkeypatch.setattr(tapes, "_MAX_TAPES", most)
+    taped, untaped = (Runner(model, backend, 60) for backend in (CpuBackend, UntapedBackend))
+    for size in [1, 2, 3, 1, 2, 1, 3, 3, 2, 2, 1, 1]:
+        part = [5 + taped.num_tokens + i for i in range(size)]
+        for runner in (taped, untaped):
+            runner.state.last_token[1] = part[0]
+        logits, states = taped.feed(part, (1, 2))
+        plain_logits, plain_states = untaped.feed(part, (1, 2))
+        assert torch.equal(logits, plain_logits)
+        assert all(torch.equal(state, plain) for state, plain in zip(states, plain_states, strict=True))
+        assert len(model._tapes[taped.backend]._taped) <= max(most, 3)
+
+
 def test_tapes_end_with_the_cache_that_they_read(model):
     runner = Runner(model, CpuBackend, 40)
     runner.feed([5, 6, 7])
@@ -76,11 +92,11 @@ def test_tapes_end_with_the_cache_that_they_read(model):
 
 
 def test_a_torch_operation_that_computes_is_refused_by_name():
-    tapes = Tapes()
+    taped = Tapes()
     with pytest.raises(NotAKernelError, match=r"aten\.add\.Tensor"):
-        tapes.run("sum", lambda: torch.empty(2) + torch.empty(2))
+        taped.run("sum", lambda: torch.empty(2) + torch.empty(2))
     # Nothing was kept: the next call records again.
-    assert tapes.run("sum", lambda: torch.empty(2)).shape == (2,)
+    assert taped.run("sum", lambda: torch.empty(2)).shape == (2,)
 
 
 def test_captures_that_do_not_ascend_are_refused(model):

@@ -47,14 +47,6 @@ def accepted_shares(rng: np.random.Generator, rates: Floats, rounds: Ints) -> Fl
     return np.asarray(drawn @ np.arange(DRAFT_LEN + 1) / DRAFT_LEN, dtype=np.float64)
 
 
-def round_sd(rate: float) -> float:
-    """Standard deviation of one round's share."""
-    chance = float(np.interp(rate, _RATES, _CHANCES))
-    by_count = [chance**n * (1 - chance) for n in range(DRAFT_LEN)] + [chance**DRAFT_LEN]
-    squares = sum(p * (n / DRAFT_LEN) ** 2 for n, p in enumerate(by_count))
-    return float((squares - rate**2) ** 0.5)
-
-
 @dataclass(frozen=True)
 class Mix:
     """Traffic. ``prompt_rounds`` is the mean number of rounds of a prompt, whose distribution is geometric."""
@@ -65,7 +57,7 @@ class Mix:
     concurrency: int = 1
 
     def baseline(self) -> alarm.Baseline:
-        return alarm.Baseline(self.rate, max(self.prompt_sd, alarm.MIN_SD), round_sd(self.rate))
+        return alarm.Baseline(self.rate, max(self.prompt_sd, alarm.MIN_SD), alarm.round_sd(self.rate, DRAFT_LEN))
 
 
 @dataclass(frozen=True)
@@ -171,8 +163,7 @@ class Baselines:
         self.rate = np.full(num_servers, given.rate if given else 0.5)
         self.prompt_sd = np.full(num_servers, given.prompt_sd if given else 0.1)
         self.round_var = np.full(num_servers, given.round_sd**2 if given else 0.1)
-        self._sums = np.zeros((7, num_servers))
-        self._open: dict[int, Floats] = {}
+        self._sums = np.zeros((5, num_servers))
 
     def variance(self, rounds: Ints) -> Floats:
         return np.asarray(self.prompt_sd**2 + self.round_var / rounds)
@@ -188,29 +179,23 @@ class Baselines:
         """As `tandem.serve.alarm.Learner`."""
         if self.given is not None:
             return
-        open_sums = self._open.setdefault(cold.place, np.zeros((4, len(self.known))))
-        open_sums += np.stack([cold.rounds, cold.shares, np.ones(len(self.known)), cold.shares**2 / cold.rounds])
-        rounds, shares, reports, squares = open_sums
-        mean = shares / rounds
-        added = np.stack(
-            [np.ones_like(mean), rounds, rounds**2, shares, shares * mean, squares - shares * mean, reports - 1]
-        )
+        rounds, shares = cold.before + cold.rounds, cold.shares_before + cold.shares
+        added = np.stack([np.ones_like(shares), rounds, rounds**2, shares, shares**2 / rounds])
         self._sums += np.where(cold.ends, added, 0.0)
-        open_sums[:, cold.ends] = 0.0
         prompts = self._sums[0]
         due = cold.ends & (prompts % alarm.REFINE_PROMPTS == 0) & (prompts >= alarm.MIN_LEARN_PROMPTS)
         if due.any():
             self._estimate(np.flatnonzero(due))
 
     def _estimate(self, due: Ints) -> None:
-        prompts, rounds, rounds_squared, shares, squares, within, degrees = self._sums[:, due]
+        prompts, rounds, rounds_squared, shares, squares = self._sums[:, due]
         rate = shares / rounds
-        within = np.where(degrees > 0, within / np.maximum(degrees, 1), rate * (1 - rate))
-        between = squares - rounds * rate**2 - (prompts - 1) * within
+        within = np.array([alarm.round_sd(float(each), DRAFT_LEN) for each in rate])
+        between = squares - rounds * rate**2 - (prompts - 1) * within**2
         prompt_var = between / (rounds - rounds_squared / rounds)
         self.rate[due] = rate
         self.prompt_sd[due] = np.clip(np.sqrt(np.maximum(prompt_var, 0.0)), alarm.MIN_SD, 0.5)
-        self.round_var[due] = np.clip(np.sqrt(within), alarm.MIN_SD, 0.5) ** 2
+        self.round_var[due] = np.clip(within, alarm.MIN_SD, 0.5) ** 2
         self.known[due] = True
 
     def forget(self, servers: Mask) -> None:

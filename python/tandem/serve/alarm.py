@@ -92,26 +92,14 @@ class Baseline:
 
 @dataclass(frozen=True)
 class PromptRounds:
-    """Rounds of one prompt: how many, the sum of their accepted shares, and for `Learner` in what reports they came."""
+    """Rounds of one prompt: how many, the sum of their accepted shares, and their drafts."""
 
     count: int = 0
     shares: float = 0.0
-    num_reports: int = 0
-    squares: float = 0.0
-
-    @classmethod
-    def report(cls, num_rounds: int, num_drafted: int, num_accepted: int) -> PromptRounds:
-        """Some rounds, all of which drafted equally many."""
-        shares = num_rounds * num_accepted / num_drafted
-        return cls(num_rounds, shares, 1, shares * shares / num_rounds)
+    num_drafted: int = 0
 
     def __add__(self, other: PromptRounds) -> PromptRounds:
-        return PromptRounds(
-            self.count + other.count,
-            self.shares + other.shares,
-            self.num_reports + other.num_reports,
-            self.squares + other.squares,
-        )
+        return PromptRounds(self.count + other.count, self.shares + other.shares, self.num_drafted + other.num_drafted)
 
     @property
     def mean(self) -> float:
@@ -119,39 +107,50 @@ class PromptRounds:
         return self.shares / self.count
 
 
-class Learner:
-    """Estimates a baseline from prompts: an analysis of variance with prompts as groups and reports as units.
+def round_sd(rate: float, draft_len: int) -> float:
+    """Standard deviation of a round's share if each draft is accepted with one chance until the first that is not."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        chance = (low + high) / 2
+        below = sum(chance**place for place in range(1, draft_len + 1)) < rate * draft_len
+        low, high = (chance, high) if below else (low, chance)
+    # Of n accepted the square is the sum of the first n odd numbers.
+    square = sum((2 * place - 1) * low**place for place in range(1, draft_len + 1)) / draft_len**2
+    return math.sqrt(max(square - rate**2, 0.0))
 
+
+class Learner:
+    """Estimates a baseline from prompts: an analysis of variance with prompts as groups.
+
+    What rounds of one prompt scatter follows from the rate (`round_sd`); what prompts scatter beyond that is the spread
+    between them, runs of easy and hard text within a prompt included.
     Source: Searle, Casella and McCulloch, Variance Components, 1992, chapter 3 (unbalanced one-way random model).
-    Reports of some ten rounds as units keep runs of easy and hard text inside one prompt within ``round_sd``.
     """
 
     def __init__(self) -> None:
         self.num_prompts = 0
-        self._rounds = self._rounds_squared = self._degrees = 0
-        self._shares = self._squares = self._within = 0.0
+        self._rounds = self._rounds_squared = self._drafted = 0
+        self._shares = self._squares = 0.0
 
     def add(self, prompt: PromptRounds) -> None:
         """Take in a prompt that has ended."""
         self.num_prompts += 1
         self._rounds += prompt.count
         self._rounds_squared += prompt.count**2
+        self._drafted += prompt.num_drafted
         self._shares += prompt.shares
         self._squares += prompt.shares * prompt.mean
-        self._within += prompt.squares - prompt.shares * prompt.mean
-        self._degrees += prompt.num_reports - 1
 
     def baseline(self) -> Baseline | None:
         """The estimate; None while there is too little, or where everything or nothing was accepted."""
         if self.num_prompts < MIN_LEARN_PROMPTS or not 0 < self._shares < self._rounds:
             return None
         rate = self._shares / self._rounds
-        # A share lies in [0, 1], so its variance is at most rate * (1 - rate): taken where no prompt had two reports.
-        within = self._within / self._degrees if self._degrees else rate * (1 - rate)
-        between = self._squares - self._rounds * rate**2 - (self.num_prompts - 1) * within
-        prompt_variance = between / (self._rounds - self._rounds_squared / self._rounds)
-        prompt_sd, round_sd = (min(max(math.sqrt(max(v, 0.0)), MIN_SD), 0.5) for v in (prompt_variance, within))
-        return Baseline(rate, prompt_sd, round_sd)
+        within = round_sd(rate, round(self._drafted / self._rounds))
+        between = self._squares - self._rounds * rate**2 - (self.num_prompts - 1) * within**2
+        variance = between / (self._rounds - self._rounds_squared / self._rounds)
+        prompt_sd = math.sqrt(max(variance, 0.0))
+        return Baseline(rate, min(max(prompt_sd, MIN_SD), 0.5), min(max(within, MIN_SD), 0.5))
 
 
 class _Window:
@@ -270,7 +269,7 @@ class AcceptanceAlarm:
             raise ValueError(f"route={route!r} is not allowed: one of {', '.join(ROUTES)}")
         if not (num_rounds >= 1 and num_drafted >= num_rounds and 0 <= num_accepted <= num_drafted):
             raise ValueError(f"{num_rounds} rounds with {num_accepted} of {num_drafted} drafts accepted cannot be")
-        rounds = PromptRounds.report(num_rounds, num_drafted, num_accepted)
+        rounds = PromptRounds(num_rounds, num_rounds * num_accepted / num_drafted, num_drafted)
         tested = self._routes[route]
         before = tested.prompts.get(prompt, PromptRounds())
         tested.prompts[prompt] = after = before + rounds
@@ -292,13 +291,14 @@ class AcceptanceAlarm:
 
     def end(self, prompt: int) -> None:
         """A prompt has no more rounds."""
-        for name, route in self._routes.items():
-            rounds = route.prompts.pop(prompt, None)
+        cold = self._routes[COLD].prompts.get(prompt)
+        for route in self._routes.values():
+            route.prompts.pop(prompt, None)
             if self._baseline is not None:
                 route.window.end(prompt, self._baseline)
                 route.cold_window.end(prompt, self._baseline)
-            if name == COLD and rounds is not None and self._given is None:
-                self._learn(rounds)
+        if cold is not None and self._given is None:
+            self._learn(cold)
 
     def _learn(self, prompt: PromptRounds) -> None:
         self._learner.add(prompt)

@@ -131,11 +131,10 @@ def test_nothing_is_tested_before_the_baseline_is_learned_and_a_change_of_traffi
 
 def test_prompts_that_differ_more_are_given_less_weight() -> None:
     uniform, various = Baseline(0.8, 0.02, 0.33), Baseline(0.8, 0.1, 0.33)
-    odd = PromptRounds.report(100, 300, 210)
+    odd = PromptRounds(100, 70.0, 300)
     assert uniform.evidence(odd)[0] > various.evidence(odd)[0] > 0
     assert uniform.evidence(odd)[1] < 0
-    assert PromptRounds.report(100, 300, 300).mean == 1.0
-    hopeless = PromptRounds.report(100, 300, 0)
+    hopeless = PromptRounds(100, 0.0, 300)
     deviation = math.sqrt(uniform.variance(100))
     assert uniform.evidence(hopeless)[0] == pytest.approx(
         alarm.FALL / deviation * (alarm.MAX_SCORE - alarm.FALL / deviation / 2)
@@ -143,33 +142,33 @@ def test_prompts_that_differ_more_are_given_less_weight() -> None:
     assert uniform.evidence(PromptRounds()) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("reports_per_prompt", [1, 6])
-def test_the_learner_finds_the_spread_between_prompts_and_within(
-    rng: np.random.Generator, reports_per_prompt: int
-) -> None:
-    learner = Learner()
-    for _ in range(4000):
-        rate = rng.normal(0.8, 0.06)
-        prompt = PromptRounds()
-        for size in rng.integers(5, 25, reports_per_prompt):
-            shares = float(rng.normal(rate * size, 0.3 * math.sqrt(size)))
-            prompt = prompt + PromptRounds(int(size), shares, 1, shares**2 / size)
-        learner.add(prompt)
+@pytest.mark.parametrize("draft_len", [1, 3, 7])
+def test_a_rounds_deviation_follows_from_its_rate(rng: np.random.Generator, draft_len: int) -> None:
+    kept = rng.random((200_000, draft_len)) < 0.7
+    shares = np.cumprod(kept, axis=1).mean(axis=1)
+    assert alarm.round_sd(float(shares.mean()), draft_len) == pytest.approx(float(shares.std()), rel=0.01)
+
+
+def test_the_learner_finds_the_spread_between_prompts(rng: np.random.Generator) -> None:
+    learner, mix = Learner(), simulation.Mix(prompt_sd=0.06)
+    stream = simulation.Stream(rng, mix, num_servers=50)
+    for _ in range(500):
+        report = stream.report()
+        for i in np.flatnonzero(report.ends):
+            count = int(report.before[i] + report.rounds[i])
+            learner.add(PromptRounds(count, float(report.shares_before[i] + report.shares[i]), 3 * count))
     found = learner.baseline()
     assert found is not None
-    assert found.rate == pytest.approx(0.8, abs=0.005)
-    if reports_per_prompt > 1:
-        assert found.prompt_sd == pytest.approx(0.06, rel=0.06)
-        assert found.round_sd == pytest.approx(0.3, rel=0.03)
-    else:
-        # One report each cannot tell the two apart: the rounds are given the most that a share can have.
-        assert found.round_sd == pytest.approx(0.4, abs=0.005)
+    assert learner.num_prompts > 5000
+    assert found.rate == pytest.approx(0.83, abs=0.005)
+    assert found.prompt_sd == pytest.approx(0.06, rel=0.06)
+    assert found.round_sd == pytest.approx(mix.baseline().round_sd, rel=0.02)
 
 
 def test_what_cannot_be_learned_from_is_no_baseline() -> None:
     learner = Learner()
     for _ in range(alarm.MIN_LEARN_PROMPTS + 5):
-        learner.add(PromptRounds.report(10, 30, 30))
+        learner.add(PromptRounds(10, 10.0, 30))
     assert learner.baseline() is None
 
 

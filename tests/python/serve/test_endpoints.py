@@ -89,7 +89,7 @@ def test_statistics_tell_what_became_of_drafts(server: ServerProcess) -> None:
 
 def test_records_of_steps_are_read_and_drained(server: ServerProcess) -> None:
     server.request("POST", "/v1/stats")
-    body = {"model": "tiny", "prompt": "x" * 50, "max_tokens": 10, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": "recorded, " * 5, "max_tokens": 10, "ignore_eos": True}
     assert server.post("/v1/completions", body).status == 200
     read = server.get("/v1/stats?window=read").json["window"]
     drained = server.request("POST", "/v1/stats").json["window"]

@@ -14,8 +14,8 @@ from tests.python.serve.test_traffic import open_stream, reset
 
 pytestmark = pytest.mark.slow
 
-# Room for about two sequences of full length; eight run at once.
-POOL_BYTES = 2_000_000
+# Room for little more than one sequence of full length; eight run at once.
+POOL_BYTES = 900_000
 STEMS = ["a stem that many requests share, long enough for several pages ", "another stem ", ""]
 
 

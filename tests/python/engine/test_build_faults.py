@@ -50,16 +50,16 @@ def start(folder: Path) -> LLM:
     return LLM(folder, num_threads=1, poison_pool=True, max_seats=2)
 
 
-def own_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tandem")]
+def own_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("tandem")}
 
 
-def require_no_thread() -> None:
-    """A thread that was told to end needs a moment to do so."""
+def require_no_thread(before: set[threading.Thread]) -> None:
+    """No other than those of before; a thread that was told to end needs a moment to do so."""
     deadline = time.monotonic() + 20
-    while own_threads() and time.monotonic() < deadline:
+    while own_threads() - before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert own_threads() == []
+    assert own_threads() - before == set()
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -67,6 +67,7 @@ def test_a_fault_while_a_part_is_made_leaves_nothing_and_the_next_engine_is_righ
     part: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The part itself is there already when the fault comes, and so are all before it."""
+    before = own_threads()
     pools: list[weakref.ref[Any]] = []
     owner, name = PARTS[part]
     make: Callable[..., Any] = getattr(owner, name)
@@ -90,7 +91,7 @@ def test_a_fault_while_a_part_is_made_leaves_nothing_and_the_next_engine_is_righ
         patch.setattr(build, "SeatState", state)
         patch.setattr(owner, name, fail)
         refused()
-    require_no_thread()
+    require_no_thread(before)
     gc.collect()
     assert [each() for each in (*pools, *made) if each() is not None] == []
     assert len(pools) == (part in ("poison", "attention"))
@@ -99,4 +100,4 @@ def test_a_fault_while_a_part_is_made_leaves_nothing_and_the_next_engine_is_righ
         assert (output.finish_reason, output.completion_tokens) == ("length", 8)
         ledger = llm.stats().ledger
         assert ledger.free + ledger.cached == ledger.total
-    require_no_thread()
+    require_no_thread(before)

@@ -49,5 +49,6 @@ def test_the_promised_figures_hold_in_a_long_run(learned: bool, prompt_sd: float
     alarms, rounds = false_alarms(make_world(mix, 1000, 11, learned=learned), 1e8)
     late = float(np.percentile(delays(make_world(mix, 2000, 12, learned=learned), 0.05), share, method="higher"))
     print(f"between prompts {prompt_sd}, learned {learned}: {alarms} in {rounds:.0f}, {share} % within {late:.0f}")
-    assert alarms <= rounds / 1e7
+    # A rate of one in 10 million rounds shows 15 or fewer in nineteen runs of twenty; twice that rate seldom does.
+    assert alarms <= 15
     assert late <= 3000

@@ -13,8 +13,11 @@ A single step takes y (EAGLE 3.1) or x (classic Eagle3). The layer's keys and va
 target's cache, see `tandem.spec`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -31,6 +34,7 @@ from tandem.models.layers.norms import RmsNorm
 from tandem.models.layers.ops import Ops
 from tandem.models.layers.rotary import Rotary
 from tandem.models.minimax_m3 import MiniMaxM3
+from tandem.models.tapes import TapedPasses
 from tandem.msa import AttendedTokens, AttentionBackend, LayerGeometry
 
 
@@ -104,6 +108,8 @@ class Eagle3:
         def rows(*names: str) -> Tensor:
             return weights.read_rows([f"layers.0.{name}_proj.weight" for name in names], dtype)
 
+        self._tapes = TapedPasses(ops.kernels_only)
+        self._memory: dict[int, _PassMemory] = {}
         self._fc_norms = [norm(f"fc_norm.{i}") for i in range(len(aux_layers))] if config.fc_norm else None
         self._joined_norm = norm("input_norm") if config.norm_before_fc else None
         self._fc = ops.linear(weights.read("fc.weight", dtype))
@@ -128,9 +134,13 @@ class Eagle3:
 
     def first_hidden(self, captured: Sequence[Tensor]) -> Tensor:
         """Return g [T, H] of the slots whose target states, [T, H] for each of `aux_layers`, are `captured`."""
-        if self._fc_norms is not None:
-            captured = [norm(state) for norm, state in zip(self._fc_norms, captured, strict=True)]
-        joined = torch.cat(list(captured), dim=1)
+        if self._fc_norms is None:
+            joined = torch.cat(list(captured), dim=1)
+        else:
+            num_tokens, width = captured[0].shape
+            joined = captured[0].new_empty((num_tokens, width * len(captured)))
+            for i, (norm, state) in enumerate(zip(self._fc_norms, captured, strict=True)):
+                norm(state, joined[:, i * width : (i + 1) * width])
         return self._fc(joined if self._joined_norm is None else self._joined_norm(joined))
 
     def forward(
@@ -138,15 +148,39 @@ class Eagle3:
     ) -> DraftOutput:
         """Run the layer on slots with tokens `token_ids` [T] int32 and hidden inputs `hidden` [T, H].
 
-        Writes their keys and values. `hidden` is used up: it holds x afterwards.
+        Writes their keys and values. `hidden` is used up: it may hold x afterwards.
         """
-        z = torch.cat((self._token_norm(self.vocabulary.embed(token_ids)), self._hidden_norm(hidden)), dim=1)
+        embedded = self.vocabulary.embed(token_ids)
+        tapes = self._tapes.over(attention, len(token_ids))
+        if tapes is None:
+            x, y = hidden, self._run(embedded, hidden, slots, attention)
+        else:
+            memory = self._memory_for(hidden)
+            memory.take(embedded, hidden, slots)
+            tapes.begin_pass(1)
+            run = partial(self._run, memory.embedded, memory.x, memory, attention)
+            y = tapes.run(len(token_ids), run).clone()
+            x = y if self.config.norm_output else memory.x.clone()
+        return DraftOutput(y if self.config.norm_output else x, y)
+
+    def _run(self, embedded: Tensor, x: Tensor, slots: DraftedTokens, attention: AttentionBackend) -> Tensor:
+        """Run the layer on `x` [T, H], in place, and return y."""
+        width = embedded.shape[1]
+        z = embedded.new_empty((embedded.shape[0], 2 * width))
+        self._token_norm(embedded, z[:, :width])
+        self._hidden_norm(x, z[:, width:])
         q, k, v, _, _ = self._project(z, slots.position)
         attention.write(self.layer, k, v, None, slots)
-        x = hidden
         attended = self._output(attention.attend(self.layer, q, None, slots).flatten(1))
-        y = self._final_norm.add(self._mlp(self._post_norm.add(attended, x)), x)
-        return DraftOutput(y if self.config.norm_output else x, y)
+        return self._final_norm.add(self._mlp(self._post_norm.add(attended, x)), x)
+
+    def _memory_for(self, hidden: Tensor) -> _PassMemory:
+        num_tokens = len(hidden)
+        if num_tokens not in self._memory:
+            # Steps run in inference mode or outside of it, and both write here.
+            with torch.inference_mode(False):
+                self._memory[num_tokens] = _PassMemory(hidden)
+        return self._memory[num_tokens]
 
     def propose(self, normed: Tensor) -> Tensor:
         """Return the likeliest draft of each y [N, H] as the target's id, int32 [N].
@@ -156,6 +190,21 @@ class Eagle3:
         draft = self.vocabulary.logits(normed).max(dim=-1).indices
         to_target = self.vocabulary.to_target
         return draft.to(torch.int32) if to_target is None else to_target.index_select(0, draft)
+
+
+class _PassMemory:
+    """What a taped pass reads, always in the same memory for one number of tokens: `DraftedTokens` as well."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.embedded = torch.empty_like(like)
+        self.x = torch.empty_like(like)
+        self._slots = torch.empty((4, len(like)), dtype=torch.int32)
+        self.token_seat, self.position, self.write_index, self.kv_len = self._slots
+
+    def take(self, embedded: Tensor, x: Tensor, slots: DraftedTokens) -> None:
+        self.embedded.copy_(embedded)
+        self.x.copy_(x)
+        torch.stack((slots.token_seat, slots.position, slots.write_index, slots.kv_len), out=self._slots)
 
 
 def load_drafter(

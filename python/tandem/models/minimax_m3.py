@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from tandem.models.layers.norms import RmsNorm
 from tandem.models.layers.ops import Ops
 from tandem.models.layers.rotary import Rotary
 from tandem.models.minimax_m3_weights import open_weights
-from tandem.models.tapes import MAX_TAPED_TOKENS, Tapes
+from tandem.models.tapes import TapedPasses
 from tandem.msa import AttentionBackend, LayerGeometry, SparseGeometry, StepMetadata
 
 
@@ -70,8 +69,7 @@ class MiniMaxM3:
         final_norm = _norm("model.norm.weight", config, weights, ops)
         self._input_norms = [*(layer.input_norm for layer in self._layers), final_norm]
         self._lm_head = ops.linear(weights.read("lm_head.weight", dtype))
-        self._kernels_only = ops.kernels_only
-        self._tapes: WeakKeyDictionary[AttentionBackend, Tapes] = WeakKeyDictionary()
+        self._tapes = TapedPasses(ops.kernels_only)
         self._streams: dict[int, Tensor] = {}
 
     def forward(
@@ -89,7 +87,7 @@ class MiniMaxM3:
             raise ValueError(
                 f"capture is {tuple(capture)}; allowed are distinct ascending numbers of layers run, 0 to {num_layers}"
             )
-        tapes = self._tapes_for(attention) if len(token_ids) <= MAX_TAPED_TOKENS else None
+        tapes = self._tapes.over(attention, len(token_ids))
         h = self.embed(token_ids) if tapes is None else self._embed_in_place(token_ids)
         a, captured = h, []
         parts = list(pairwise((0, *(n for n in capture if 0 < n < num_layers), num_layers)))
@@ -117,12 +115,6 @@ class MiniMaxM3:
             b = layer.post_norm.add(layer.attend(a, meta, attention), h)
             a = self._input_norms[index + 1].add(layer.feed_forward(b), h)
         return a
-
-    def _tapes_for(self, attention: AttentionBackend) -> Tapes | None:
-        """The tapes of passes over `attention`, which live as long as it; None where not all is kernels."""
-        if not (self._kernels_only and attention.kernels_only):
-            return None
-        return self._tapes.setdefault(attention, Tapes())
 
     def _embed_in_place(self, token_ids: Tensor) -> Tensor:
         """The embeddings [T, H], always in the same memory for one T."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.core import cpu
+from tandem.msa import AttentionBackend
 
 # Tokens of a step from which on the calls are so long that nothing is gained.
 MAX_TAPED_TOKENS = 32
@@ -72,6 +74,24 @@ class Tapes:
             result = calls()
         self._taped[key] = (tape, result)
         return result
+
+
+class TapedPasses:
+    """The tapes of a model's passes, by the cache that they run over, as long as that lives.
+
+    Args:
+        kernels_only: whether the model computes with kernels alone.
+    """
+
+    def __init__(self, kernels_only: bool) -> None:
+        self._kernels_only = kernels_only
+        self._by_cache: WeakKeyDictionary[AttentionBackend, Tapes] = WeakKeyDictionary()
+
+    def over(self, attention: AttentionBackend, num_tokens: int) -> Tapes | None:
+        """Those of passes over `attention`; None where a pass of so many tokens is not taped or not all kernels."""
+        if num_tokens > MAX_TAPED_TOKENS or not (self._kernels_only and attention.kernels_only):
+            return None
+        return self._by_cache.setdefault(attention, Tapes())
 
 
 class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -47,8 +47,8 @@ def test_taped_steps_give_the_bits_of_untaped_ones(model, capture):
         earlier.append((states, plain_states))
     # What a step returned is not overwritten by the ones after it.
     assert all(torch.equal(state, plain) for pair in earlier for state, plain in zip(*pair, strict=True))
-    assert len(model._tapes[taped.backend]._taped) >= 3
-    assert untaped.backend not in model._tapes
+    assert len(model._tapes._by_cache[taped.backend]._taped) >= 3
+    assert untaped.backend not in model._tapes._by_cache
 
 
 def test_a_step_keeps_what_it_returned_while_later_steps_capture_other_layers(model):
@@ -78,17 +78,17 @@ def test_when_there_are_too_many_tapes_those_of_a_pass_are_forgotten_together(mo
         plain_logits, plain_states = untaped.feed(part, (1, 2))
         assert torch.equal(logits, plain_logits)
         assert all(torch.equal(state, plain) for state, plain in zip(states, plain_states, strict=True))
-        assert len(model._tapes[taped.backend]._taped) <= max(most, 3)
+        assert len(model._tapes._by_cache[taped.backend]._taped) <= max(most, 3)
 
 
 def test_tapes_end_with_the_cache_that_they_read(model):
     runner = Runner(model, CpuBackend, 40)
     runner.feed([5, 6, 7])
-    assert runner.backend in model._tapes
-    before = len(model._tapes)
+    assert runner.backend in model._tapes._by_cache
+    before = len(model._tapes._by_cache)
     del runner
     gc.collect()
-    assert len(model._tapes) == before - 1
+    assert len(model._tapes._by_cache) == before - 1
 
 
 def test_a_torch_operation_that_computes_is_refused_by_name():

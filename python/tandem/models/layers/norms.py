@@ -22,8 +22,8 @@ class RmsNorm(ABC):
     """Normalises rows: computed in fp32, rounded once at the end to the type of the input."""
 
     @abstractmethod
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the normalised rows of `x` [T, N] as a new tensor of the same type."""
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the normalised rows of `x` [T, N], in `out` of its shape and type or as a new tensor."""
 
     @abstractmethod
     def add(self, update: Tensor, residual: Tensor) -> Tensor:
@@ -38,9 +38,10 @@ class ReferenceRmsNorm(RmsNorm):
         self._eps = eps
         self._one_plus = one_plus
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `RmsNorm`."""
-        return rms_normalise(x, self._weight, self._eps, self._one_plus).to(x.dtype)
+        normalised = rms_normalise(x, self._weight, self._eps, self._one_plus).to(x.dtype)
+        return normalised if out is None else out.copy_(normalised)
 
     def add(self, update: Tensor, residual: Tensor) -> Tensor:
         """See `RmsNorm.add`."""
@@ -56,9 +57,9 @@ class CpuRmsNorm(RmsNorm):
         self._eps = eps
         self._one_plus = one_plus
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `RmsNorm`."""
-        out = torch.empty_like(x)
+        out = torch.empty_like(x) if out is None else out
         cpu.rms_norm(x, self._weight, self._eps, self._one_plus, out)
         return out
 

@@ -21,6 +21,8 @@ from tandem.models import (
 from tandem.models.eagle3 import Eagle3, attention_geometry, load_drafter, tile_specs
 from tandem.models.eagle3_config import Eagle3Config
 from tandem.models.minimax_m3_weights import open_weights
+from tandem.msa import CpuBackend, Limits, SeatState
+from tandem.spec.slots import DraftSlots
 from tests.python.models.eagle3_support import (
     AUX_LAYERS,
     CLASSIC,
@@ -279,3 +281,46 @@ def test_the_reference_and_the_cpu_layers_join_states_alike(folder: Folder) -> N
         weights = open_weights(folder.path / "target", folder.config)
         plain = load_drafter(path, folder.target, weights, torch.float32, ReferenceOps())
         torch.testing.assert_close(first_pass(plain), first_pass(drafter), rtol=1e-5, atol=1e-5)
+
+
+class UntapedBackend(CpuBackend):
+    """The same kernels, called one by one."""
+
+    kernels_only = False
+
+
+@pytest.mark.parametrize("shape", [DraftShape(), CLASSIC], ids=["eagle 3.1", "classic"])
+def test_taped_passes_give_the_bits_of_untaped_ones_and_keep_what_they_returned(
+    folder: Folder, shape: DraftShape
+) -> None:
+    drafter = folder.load(shape)
+    cache = layout.CacheLayout(tile_specs(drafter.config, drafter.layer, layout.ElementType.FP32), 16)
+    limits = Limits(
+        max_seats=2,
+        max_tokens=64,
+        max_rows=2,
+        max_model_len=96,
+        tokens_per_page=16,
+        max_pages=6,
+        max_draft_len=0,
+        num_slots=6,
+    )
+    state = SeatState(limits)
+    state.block_table[1] = torch.tensor([3, 0, 5, 2, 1, 4])
+    geometry = [attention_geometry(drafter.config, drafter.layer)]
+    backends = [
+        kind(cache, torch.full((6 * cache.slot_bytes,), 0xFF, dtype=torch.uint8), limits, state, geometry)
+        for kind in (CpuBackend, UntapedBackend)
+    ]
+    rng = torch.Generator().manual_seed(4)
+    position, returned = 0, []
+    for size in [40, 1, 3, 1, 1, 3, 4, 1, 4]:
+        index = torch.arange(position, position + size, dtype=torch.int32)
+        slots = DraftSlots(torch.ones_like(index), index, index + 1, index + 2)
+        tokens = torch.randint(TARGET.vocab, (size,), generator=rng).to(torch.int32)
+        hidden = torch.randn((size, TARGET.hidden), generator=rng)
+        returned.append([drafter.forward(tokens, hidden.clone(), slots, backend) for backend in backends])
+        position += size
+    for taped, untaped in returned:
+        assert torch.equal(taped.carried, untaped.carried)
+        assert torch.equal(taped.normed, untaped.normed)

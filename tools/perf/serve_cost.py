@@ -3,8 +3,9 @@
     python -m tools.perf.serve_cost [--streams 64] [--tokens 2000] [--rate 20000]
 
 Two measurements. *Capacity*: the engine says tokens as fast as they are taken; what the client gets per second is what
-HTTP, the channel and the client can do together. *Added time*: the engine says one token per stream at a steady total
-rate, each with the time at which it was said; the client compares with the time at which the token's event came.
+HTTP, the channel and the client can do together. *Added time*: the engine says a few tokens per stream and round at a
+steady total rate, each with the time at which it was said; the client compares with the time at which the token's event
+came. The start, when all streams are asked for at once, counts as well.
 
 The client is plain asyncio sockets on uvloop with a minimal reader of server-sent events, in a process of its own, so
 what it costs is small but counted in.
@@ -119,11 +120,13 @@ def main() -> int:
     parser.add_argument(
         "--rate", type=float, default=20000, help="tokens per second of all streams, second measurement"
     )
+    parser.add_argument("--per-round", type=int, default=4, help="tokens that a stream gains at once, as with drafts")
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     print(f"{arguments.streams} streams of {arguments.tokens} tokens; {os.cpu_count()} cores, load {load:.1f} before")
-    interval = arguments.streams / arguments.rate
-    for name, options in (("capacity", ("--tokens-per-round", "4")), ("steady", ("--interval", str(interval)))):
+    per_round = ("--tokens-per-round", str(arguments.per_round))
+    interval = arguments.streams * arguments.per_round / arguments.rate
+    for name, options in (("capacity", per_round), ("steady", (*per_round, "--interval", str(interval)))):
         with tempfile.TemporaryDirectory() as folder, serve_scripted(Path(folder), *options) as server:
             measure(server, arguments.streams, 50)  # warm
             _report(name, measure(server, arguments.streams, arguments.tokens))

@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "cpu_args.h"
+#include "tandem/cpu/rounds.h"
 #include "tandem/cpu/step_tokens.h"
 
 namespace nb = nanobind;
@@ -105,11 +106,96 @@ void bind_advance(nb::module_& m) {
       "on `[N]`. Raises InvalidArgument before anything is written for a seat or row out of range.");
 }
 
+std::int32_t* ints_of(const char* name, const TensorArg& arg, std::int64_t count) {
+  arg.require(name, 1).require_size(name, 0, count);
+  return arg.ints(name);
+}
+
+void bind_draft_slots(nb::module_& m) {
+  m.def(
+      "extend_slots",
+      [](const TensorArg& token_kv_len, const TensorArg& token_max_length, const TensorArg& token_row,
+         const TensorArg& row_write_from, const TensorArg& write_index, const TensorArg& kv_len) {
+        const std::int64_t num_tokens = token_kv_len.require("token_kv_len", 1).size(0);
+        const SteppedTokens tokens{.count = num_tokens,
+                                   .kv_len = token_kv_len.ints("token_kv_len"),
+                                   .max_length = ints_of("token_max_length", token_max_length, num_tokens),
+                                   .row = ints_of("token_row", token_row, num_tokens),
+                                   .num_rows = row_write_from.require("row_write_from", 1).size(0),
+                                   .row_write_from = row_write_from.ints("row_write_from")};
+        const DraftSlots slots{.write_index = ints_of("write_index", write_index, num_tokens),
+                               .kv_len = ints_of("kv_len", kv_len, num_tokens)};
+        run_kernel(num_tokens, [=] { extend_slots(tokens, slots); });
+      },
+      "token_kv_len"_a, "token_max_length"_a, "token_row"_a, "row_write_from"_a, "write_index"_a, "kv_len"_a,
+      "The draft slots of a step's tokens: `tandem.spec.slots.extend_slots` in one call.\n\n"
+      "All int32 `[T]`, `row_write_from` `[R]`; outputs are `write_index` and `kv_len`. Raises InvalidArgument before "
+      "anything is written for a row out of range.");
+  m.def(
+      "single_slots",
+      [](const TensorArg& newest_index, const TensorArg& max_length, const TensorArg& draft, std::int32_t step,
+         const TensorArg& position, const TensorArg& write_index, const TensorArg& kv_len, const TensorArg& drafts) {
+        const std::int64_t num_rows = newest_index.require("newest_index", 1).size(0);
+        const DraftedRows rows{.count = num_rows,
+                               .newest_index = newest_index.ints("newest_index"),
+                               .max_length = ints_of("max_length", max_length, num_rows),
+                               .draft = ints_of("draft", draft, num_rows)};
+        const DraftSlots slots{.position = ints_of("position", position, num_rows),
+                               .write_index = ints_of("write_index", write_index, num_rows),
+                               .kv_len = ints_of("kv_len", kv_len, num_rows)};
+        drafts.require("drafts", 2).require_size("drafts", 0, num_rows);
+        const std::int64_t max_drafts = drafts.size(1);
+        std::int32_t* const out = drafts.ints("drafts");
+        run_kernel(num_rows, [=] { single_slots(rows, step, max_drafts, slots, out); });
+      },
+      "newest_index"_a, "max_length"_a, "draft"_a, "step"_a, "position"_a, "write_index"_a, "kv_len"_a, "drafts"_a,
+      "The slots of one single step: `tandem.spec.slots.single_slots` in one call.\n\n"
+      "All int32 `[N]`; outputs are `position`, `write_index`, `kv_len` and column `step` - 1 of `drafts` `[N, K]`, "
+      "which gets the draft, -1 where it lies beyond the limit. Raises InvalidArgument for a step outside 1 to K.");
+}
+
+void bind_verify(nb::module_& m) {
+  m.def(
+      "verify_rounds",
+      [](const TensorArg& logit_start, const TensorArg& logit_token, const TensorArg& decided,
+         const TensorArg& sample_row, const TensorArg& sample_seat, const TensorArg& row_num_drafts,
+         const TensorArg& drafts, const TensorArg& num_accepted, const TensorArg& newest, const TensorArg& place) {
+        const std::int64_t num_samples = sample_row.require("sample_row", 1).size(0);
+        const std::int64_t num_logits = logit_token.require("logit_token", 1).size(0);
+        drafts.require("drafts", 2, 1);
+        const Rounds rounds{.count = num_samples,
+                            .logit_start = ints_of("logit_start", logit_start, num_samples + 1),
+                            .num_logits = num_logits,
+                            .logit_token = logit_token.ints("logit_token"),
+                            .decided = ints_of("decided", decided, num_logits),
+                            .row = sample_row.ints("sample_row"),
+                            .seat = ints_of("sample_seat", sample_seat, num_samples),
+                            .num_rows = row_num_drafts.require("row_num_drafts", 1).size(0),
+                            .row_num_drafts = row_num_drafts.ints("row_num_drafts"),
+                            .num_seats = drafts.size(0),
+                            .max_drafts = drafts.size(1),
+                            .drafts = drafts.ints("drafts"),
+                            .draft_stride = drafts.stride(0)};
+        const VerifiedRounds verified{.num_accepted = ints_of("num_accepted", num_accepted, num_samples),
+                                      .newest = ints_of("newest", newest, num_samples),
+                                      .place = ints_of("place", place, num_samples)};
+        run_kernel(num_logits, [=] { verify_rounds(rounds, verified); });
+      },
+      "logit_start"_a, "logit_token"_a, "decided"_a, "sample_row"_a, "sample_seat"_a, "row_num_drafts"_a, "drafts"_a,
+      "num_accepted"_a, "newest"_a, "place"_a,
+      "Which drafts a step accepts: `tandem.spec.verify` in one call.\n\n"
+      "All int32: `logit_start` `[N+1]`, `logit_token` and `decided` `[L]`, `row_num_drafts` `[R]`, `drafts` `[S, K]`, "
+      "the others `[N]`; the last three are outputs. Raises InvalidArgument before anything is written for a row, seat "
+      "or position out of range.");
+}
+
 }  // namespace
 
 void bind_steps(nb::module_& m) {
   bind_step_tokens(m);
   bind_advance(m);
+  bind_draft_slots(m);
+  bind_verify(m);
 }
 
 }  // namespace tandem::cpu

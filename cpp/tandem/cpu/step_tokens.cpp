@@ -5,20 +5,9 @@
 #include <string>
 
 #include "tandem/base/check.h"
+#include "tandem/cpu/ranges.h"
 
 namespace tandem::cpu {
-namespace {
-
-void require_below(const char* what, const std::int32_t* values, std::int64_t count, std::int64_t bound) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (values[i] < 0 || values[i] >= bound) {
-      throw InvalidArgument(std::string(what) + " " + std::to_string(values[i]) + " at " + std::to_string(i) +
-                            " is out of range: " + std::to_string(bound) + " exist");
-    }
-  }
-}
-
-}  // namespace
 
 void derive_step(const Seats& seats, const StepRows& rows, const StepTokens& tokens, std::int32_t tokens_per_page,
                  std::int32_t* overrun) {

@@ -259,7 +259,8 @@ class ModelRunner:
         verified = verify(meta, tokens, self._state.drafts)
         # Without drafts each sampling row has one position, and its token is the row's newest.
         verifies = meta.num_logits > meta.num_samples
-        self._seats.advance(positions.seat, sampled.tokens, kept_positions(meta, verified) if verifies else None)
+        if self._seats.has_counts:
+            self._seats.advance(positions.seat, sampled.tokens, kept_positions(meta, verified) if verifies else None)
         advance(self._state, meta, verified.newest, verified.num_accepted if verifies else None)
         end = time.perf_counter()
         published: dict[int, list[int]] = {}

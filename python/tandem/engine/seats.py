@@ -165,6 +165,11 @@ class SamplingSeats:
             sampled.errors[where] = part.errors
         return sampled
 
+    @property
+    def has_counts(self) -> bool:
+        """Whether a request has had penalties, so that accepted tokens are counted."""
+        return self._counts is not None
+
     def advance(self, seats: IntArray, tokens: Tensor, valid: Tensor | None = None) -> None:
         """Count accepted tokens: int64 ``tokens`` ``[N]`` of ``seats`` ``[N]``, where ``valid`` bool ``[N]`` holds."""
         if self._counts is None:

@@ -97,6 +97,11 @@ class TapedPasses:
 class _KernelsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses torch operations that compute."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and keeping the compiler away would import it: seconds before the first token.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.core import cpu
 from tandem.msa import StepMetadata
 
 
@@ -35,10 +36,30 @@ def verify(meta: StepMetadata, sampled: Tensor, drafts: Tensor) -> Verified:
         meta: the derived step.
         sampled: int32 [L], the token decided at each of `meta.logit_token`.
         drafts: int32 [S, K], the seats' drafts as the step was fed with them; -1 never matches.
+
+    On the CPU it is one kernel.
     """
-    first = meta.logit_start[:-1]
     if meta.num_logits == meta.num_samples:
-        return Verified(torch.zeros_like(first), sampled, meta.logit_token)
+        return Verified(torch.zeros_like(sampled), sampled, meta.logit_token)
+    if sampled.device.type != "cpu":
+        return verify_in_torch(meta, sampled, drafts)
+    verified = Verified(*torch.empty((3, meta.num_samples), dtype=torch.int32))
+    cpu.verify_rounds(
+        meta.logit_start,
+        meta.logit_token,
+        sampled,
+        meta.sample_row,
+        meta.sample_seat,
+        meta.row_num_drafts,
+        drafts,
+        *(verified.num_accepted, verified.newest, verified.place),
+    )
+    return verified
+
+
+def verify_in_torch(meta: StepMetadata, sampled: Tensor, drafts: Tensor) -> Verified:
+    """As `verify`, in operations of any device."""
+    first = meta.logit_start[:-1]
     offset = torch.arange(drafts.shape[1] + 1, dtype=torch.int32, device=sampled.device)
     # Where a row has fewer drafts, later columns are another row's and are not counted.
     column = (first[:, None] + offset).clamp(max=meta.num_logits - 1)

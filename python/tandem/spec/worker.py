@@ -97,8 +97,7 @@ class DraftWorker:
         max_length = meta.row_max_length.index_select(0, row)
         for step in range(1, self._max_draft_len + 1):
             draft = self._drafter.propose(normed)
-            slots, inside = single_slots(seat, newest_index, max_length, step)
-            drafts[:, step - 1] = torch.where(inside, draft, -1)
+            slots = single_slots(seat, newest_index, max_length, draft, step, drafts)
             if step < self._max_draft_len:
                 carried, normed = self._drafter.forward(draft, carried, slots, self._attention)
 

@@ -163,9 +163,10 @@ class ScriptedWorker(DraftWorker):
                 assert list(cache.read(cache.draft, seat, 1, newest + 1)) == text[1:]
                 known[row] = text
         for step in range(1, self._draft_len + 1):
-            single, inside = single_slots(meta.sample_seat, newest_index, max_length, step)
+            unused = torch.zeros_like(newest_index)
+            single = single_slots(meta.sample_seat, newest_index, max_length, unused, step, torch.empty_like(drafts))
             for row in rows:
-                if not inside[row]:
+                if single.kv_len[row] == 0:
                     continue
                 text = known[row]
                 right = text[0] + len(text) * 7 & 3

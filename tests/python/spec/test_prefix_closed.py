@@ -3,10 +3,10 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tandem.msa import StepMetadata
 from tandem.spec import worker
@@ -86,9 +86,11 @@ def unshifted_extend(meta: StepMetadata) -> DraftSlots:
     return DraftSlots(meta.token_seat, meta.position, meta.write_index, meta.kv_len)
 
 
-def unshifted_single(seat: Tensor, newest_index: Tensor, max_length: Tensor, step: int) -> tuple[DraftSlots, Tensor]:
-    slots, inside = shifted_single(seat, newest_index, max_length, step)
-    return replace(slots, write_index=torch.where(inside, slots.write_index - 1, -1), kv_len=slots.kv_len - 1), inside
+def unshifted_single(*arguments: Any) -> DraftSlots:
+    slots = shifted_single(*arguments)
+    inside = slots.kv_len > 0
+    write_index = torch.where(inside, slots.write_index - 1, -1)
+    return replace(slots, write_index=write_index, kv_len=(slots.kv_len - 1).clamp(min=0))
 
 
 shifted_single = worker.single_slots

@@ -1,11 +1,17 @@
 """Which drafts a round accepts."""
 
 import random
+from collections.abc import Callable
 
+import pytest
 import torch
+from torch import Tensor
 
+from tandem.core import InvalidArgument
 from tandem.msa import Limits, SeatState, StepMetadata, derive
-from tandem.spec import Verified, kept_positions, verify
+from tandem.spec import Verified, kept_positions
+from tandem.spec import verify as verify_on_device
+from tandem.spec.verify import verify_in_torch
 from tests.python.msa.plans import Row, context, decode, plan
 
 LIMITS = Limits(
@@ -20,14 +26,30 @@ LIMITS = Limits(
 )
 
 
+Verify = Callable[[StepMetadata, Tensor, Tensor], Verified]
+
+
+@pytest.fixture(params=[verify_on_device, verify_in_torch], ids=["kernel", "torch"])
+def verify(request: pytest.FixtureRequest) -> Verify:
+    """Both forms of the same computation."""
+    form: Verify = request.param
+    return form
+
+
 def step(rows: list[Row], state: SeatState, **padding: int) -> StepMetadata:
     meta = StepMetadata(LIMITS)
     derive(plan(*rows), state, meta, **padding)
     return meta
 
 
-def verified(rows: list[Row], state: SeatState, sampled: list[int]) -> Verified:
-    return verify(step(rows, state), torch.tensor(sampled, dtype=torch.int32), state.drafts)
+Verdict = Callable[[list[Row], SeatState, list[int]], Verified]
+
+
+@pytest.fixture
+def verified(verify: Verify) -> Verdict:
+    return lambda rows, state, sampled: verify(
+        step(rows, state), torch.tensor(sampled, dtype=torch.int32), state.drafts
+    )
 
 
 def seats(*drafts: list[int]) -> SeatState:
@@ -37,7 +59,7 @@ def seats(*drafts: list[int]) -> SeatState:
     return state
 
 
-def test_the_longest_matching_run_is_accepted_and_the_token_after_it_is_the_targets() -> None:
+def test_the_longest_matching_run_is_accepted_and_the_token_after_it_is_the_targets(verified: Verdict) -> None:
     for accepted in range(5):
         drafts = [10, 11, 12, 13]
         sampled = [*drafts[:accepted], 50, *range(60, 64 - accepted)]
@@ -47,26 +69,28 @@ def test_the_longest_matching_run_is_accepted_and_the_token_after_it_is_the_targ
         assert result.place.tolist() == [accepted]
 
 
-def test_a_match_after_a_mismatch_counts_for_nothing() -> None:
+def test_a_match_after_a_mismatch_counts_for_nothing(verified: Verdict) -> None:
     result = verified([decode(0, 3, 3)], seats([10, 11, 12]), [10, 99, 12, 13])
     assert result.num_accepted.tolist() == [1]
     assert result.newest.tolist() == [99]
 
 
-def test_an_absent_draft_never_matches_not_even_the_token_that_it_is_fed_as() -> None:
+def test_an_absent_draft_never_matches_not_even_the_token_that_it_is_fed_as(verified: Verdict) -> None:
     result = verified([decode(0, 3, 2)], seats([-1, 11]), [0, 11, 12])
     assert result.num_accepted.tolist() == [0]
     assert result.newest.tolist() == [0]
 
 
-def test_drafts_that_a_row_was_not_fed_are_not_compared_with_its_neighbours_tokens() -> None:
+def test_drafts_that_a_row_was_not_fed_are_not_compared_with_its_neighbours_tokens(verified: Verdict) -> None:
     # Seat 0 holds four drafts and feeds one; the next row's tokens continue them.
     result = verified([decode(0, 3, 1), decode(1, 3, 2)], seats([5, 6, 7, 8], [7, 8]), [5, 6, 7, 8, 9])
     assert result.num_accepted.tolist() == [1, 2]
     assert result.newest.tolist() == [6, 9]
 
 
-def test_rows_of_every_kind_in_one_step_agree_with_a_loop_over_their_tokens(py_rng: random.Random) -> None:
+def test_rows_of_every_kind_in_one_step_agree_with_a_loop_over_their_tokens(
+    py_rng: random.Random, verify: Verify
+) -> None:
     for _ in range(200):
         state = SeatState(LIMITS)
         state.tokens[:] = torch.tensor(
@@ -97,3 +121,11 @@ def test_rows_of_every_kind_in_one_step_agree_with_a_loop_over_their_tokens(py_r
         got = zip(result.num_accepted.tolist(), result.newest.tolist(), result.place.tolist(), strict=True)
         assert list(got) == expected
         assert kept_positions(meta, result).tolist() == kept
+
+
+def test_more_drafts_than_positions_are_refused() -> None:
+    state = seats([10, 11])
+    meta = step([decode(0, 3, 2), decode(1, 3, 1)], state)
+    meta.row_num_drafts[1] = 3
+    with pytest.raises(InvalidArgument, match="sampling row 1 has positions 3 to 5 of 5 and 3 drafts"):
+        verify_on_device(meta, torch.zeros(5, dtype=torch.int32), state.drafts)

@@ -179,6 +179,27 @@ def advance_seats(length: torch.Tensor, seat_tokens: torch.Tensor, row_seat: tor
     All int32: `length` `[S]` and `seat_tokens` `[S, 1+K]` change in place; the others are `[R]`, from `sample_row` on `[N]`. Raises InvalidArgument before anything is written for a seat or row out of range.
     """
 
+def extend_slots(token_kv_len: torch.Tensor, token_max_length: torch.Tensor, token_row: torch.Tensor, row_write_from: torch.Tensor, write_index: torch.Tensor, kv_len: torch.Tensor) -> None:
+    """
+    The draft slots of a step's tokens: `tandem.spec.slots.extend_slots` in one call.
+
+    All int32 `[T]`, `row_write_from` `[R]`; outputs are `write_index` and `kv_len`. Raises InvalidArgument before anything is written for a row out of range.
+    """
+
+def single_slots(newest_index: torch.Tensor, max_length: torch.Tensor, draft: torch.Tensor, step: int, position: torch.Tensor, write_index: torch.Tensor, kv_len: torch.Tensor, drafts: torch.Tensor) -> None:
+    """
+    The slots of one single step: `tandem.spec.slots.single_slots` in one call.
+
+    All int32 `[N]`; outputs are `position`, `write_index`, `kv_len` and column `step` - 1 of `drafts` `[N, K]`, which gets the draft, -1 where it lies beyond the limit. Raises InvalidArgument for a step outside 1 to K.
+    """
+
+def verify_rounds(logit_start: torch.Tensor, logit_token: torch.Tensor, decided: torch.Tensor, sample_row: torch.Tensor, sample_seat: torch.Tensor, row_num_drafts: torch.Tensor, drafts: torch.Tensor, num_accepted: torch.Tensor, newest: torch.Tensor, place: torch.Tensor) -> None:
+    """
+    Which drafts a step accepts: `tandem.spec.verify` in one call.
+
+    All int32: `logit_start` `[N+1]`, `logit_token` and `decided` `[L]`, `row_num_drafts` `[R]`, `drafts` `[S, K]`, the others `[N]`; the last three are outputs. Raises InvalidArgument before anything is written for a row, seat or position out of range.
+    """
+
 class Tape:
     """
     Kernel calls that are made again in one call, without the interpreter between them.

@@ -62,11 +62,14 @@ class EngineArm(Arm):
         max_model_len: int,
         max_batch: int,
         *,
+        kv_dtype: DtypeName | None = None,
         drafter: Path | None = None,
         draft_len: int = 0,
     ) -> None:
         sizes = SizeRequest(max_model_len=max_model_len, max_seats=max_batch, draft_len=draft_len)
-        options = EngineOptions(folder, drafter=drafter, dtype=dtype, sizes=sizes, num_threads=torch.get_num_threads())
+        options = EngineOptions(
+            folder, drafter=drafter, dtype=dtype, kv_dtype=kv_dtype, sizes=sizes, num_threads=torch.get_num_threads()
+        )
         self._built: BuiltEngine = build_engine(options, Tokenizer.from_pretrained(folder))
         self._prompts: Prompts = []
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tandem import demo
-from tandem.models import MiniMaxM3Config
+from tandem.core import layout
+from tandem.models import MiniMaxM3Config, attention_geometry, tile_specs
 from tandem.models.checkpoint import WeightKind
 from tandem.models.minimax_m3_weights import TEXT_PREFIX, weight_specs
 
@@ -41,6 +42,17 @@ def bytes_read_per_step(config: MiniMaxM3Config) -> int:
         if not spec.name.endswith("embed_tokens.weight"):
             read += spec.num_elements * (experts_read if ".experts." in spec.name else 1.0)
     return int(2 * read)
+
+
+def cache_bytes_read_per_step(config: MiniMaxM3Config, context: int, kv_dtype: layout.ElementType) -> int:
+    """Bytes of the cache that the step of one token reads at a context: all index keys, and K and V of what is seen."""
+    sparse = {entry.layer: entry.sparse for entry in attention_geometry(config)}
+    read = 0
+    for tile in tile_specs(config, kv_dtype):
+        chosen = None if tile.role == layout.Role.INDEX_K else sparse[tile.layer]
+        tokens = context if chosen is None else min(context, chosen.topk * chosen.block_size)
+        read += tokens * tile.heads * tile.dim * (2 if kv_dtype == layout.ElementType.BF16 else 4)
+    return read
 
 
 def write_random_checkpoint(folder: Path, seed: int = 0) -> Path:

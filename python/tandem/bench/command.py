@@ -32,6 +32,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     decode.add_argument("--threads", nargs="+", type=_positive, default=[1, 2])
     decode.add_argument("--tokens", type=_positive, default=24, help="decode steps per window (default %(default)s)")
     decode.add_argument("--rounds", type=_positive, default=2, help="rounds of windows A-B-B-A (default %(default)s)")
+    decode.add_argument(
+        "--kv-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of our cache beside transformers, whose own is float32 (default %(default)s)",
+    )
     decode.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     decode.set_defaults(run=run_decode)
 

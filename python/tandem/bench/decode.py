@@ -19,7 +19,13 @@ import torch
 from tandem import demo
 from tandem.bench import environment, speculation, transformers_model
 from tandem.bench.arms import Arm, EngineArm, TransformersArm, Window, set_threads
-from tandem.bench.checkpoint import bytes_read_per_step, num_parameters, write_random_checkpoint
+from tandem.bench.checkpoint import (
+    bytes_read_per_step,
+    cache_bytes_read_per_step,
+    num_parameters,
+    write_random_checkpoint,
+)
+from tandem.core import layout
 from tandem.models import MiniMaxM3Config
 
 # Two correct implementations may choose differently where the best two logits are closer than this.
@@ -58,10 +64,14 @@ class Cell:
     cpu_ratio: float
     """The same ratio in processor time."""
     ratio_range: tuple[float, float]
+    kv_dtype: str
+    """Type of our cache; transformers' is float32."""
     weight_bytes: int
+    cache_bytes: int
+    """Of the cache, read by all sequences of a step."""
     read_gb_per_second: float
     floor_ms: float
-    """Time to read `weight_bytes` once at the rate just measured; the cache comes on top."""
+    """Time to read both once, at the rate just measured over as many bytes."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -101,12 +111,14 @@ def _cells(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator[
     parameters, weight_bytes = num_parameters(config), bytes_read_per_step(config)
     longest = max(arguments.context) + arguments.tokens + 2
     set_threads(max(arguments.threads))
-    ours = EngineArm(folder, "float32", longest, max(arguments.batch))
+    ours = EngineArm(folder, "float32", longest, max(arguments.batch), kv_dtype=arguments.kv_dtype)
+    element = layout.ElementType.BF16 if arguments.kv_dtype == "bfloat16" else layout.ElementType.FP32
     theirs = TransformersArm(folder, torch.float32)
     for context in arguments.context:
         for batch in arguments.batch:
             set_threads(max(arguments.threads))
             prompts = _prompts(batch, context, config.vocab_size)
+            cache_bytes = batch * cache_bytes_read_per_step(config, context, element)
             for arm in (ours, theirs):
                 arm.prepare(prompts)
             expected = theirs.window(arguments.tokens)
@@ -116,7 +128,7 @@ def _cells(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator[
                 first, second = _interleave(ours, theirs, arguments.tokens, arguments.rounds)
                 for window in second:
                     check_same(window, expected, theirs.margins)
-                rate = read_rate(weight_bytes)
+                rate = read_rate(weight_bytes + cache_bytes)
                 mine, other = summarise(first, batch), summarise(second, batch)
                 cell = Cell(
                     model=model,
@@ -130,9 +142,11 @@ def _cells(model: str, folder: Path, arguments: argparse.Namespace) -> Iterator[
                     ratio=other.step_ms / mine.step_ms,
                     cpu_ratio=other.cpu_ms / mine.cpu_ms,
                     ratio_range=_ratio_range(first, second),
+                    kv_dtype=arguments.kv_dtype,
                     weight_bytes=weight_bytes,
+                    cache_bytes=cache_bytes,
                     read_gb_per_second=rate / 1e9,
-                    floor_ms=weight_bytes / rate * 1e3,
+                    floor_ms=(weight_bytes + cache_bytes) / rate * 1e3,
                 )
                 where = f"{model} batch {batch} context {context} threads {threads}"
                 print(f"{where}: {cell.ratio:.1f} x transformers, {cell.cpu_ratio:.1f} by CPU time", file=sys.stderr)

@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from tandem import demo
 from tandem.bench import decode, transformers_model
 from tandem.bench.arms import Window
-from tandem.bench.checkpoint import bytes_read_per_step, num_parameters, write_random_checkpoint
+from tandem.bench.checkpoint import (
+    bytes_read_per_step,
+    cache_bytes_read_per_step,
+    num_parameters,
+    write_random_checkpoint,
+)
 from tandem.bench.command import add_parser
+from tandem.core import layout
 from tandem.models import MiniMaxM3Config
 
 
@@ -72,6 +79,16 @@ def test_the_random_checkpoint_has_forty_million_parameters_in_the_released_geom
     assert 0.3 < bytes_read_per_step(config) / (2 * num_parameters(config)) < 0.95
     assert config.num_hidden_layers == 8
     assert (config.num_key_value_heads, config.head_dim, config.block_size, config.topk_blocks) == (4, 128, 128, 16)
+
+
+def test_a_step_reads_all_of_the_cache_in_dense_layers_and_the_chosen_blocks_in_sparse_ones() -> None:
+    config = MiniMaxM3Config.from_pretrained(demo.path())
+    keys_and_values, index_keys = 2 * 4 * 128, 128
+    per_token = 3 * keys_and_values + 5 * index_keys
+    for context in (100, 512, 4096):
+        expected = per_token * context + 5 * keys_and_values * min(context, 4 * 128)
+        assert cache_bytes_read_per_step(config, context, layout.ElementType.FP32) == 4 * expected
+        assert cache_bytes_read_per_step(config, context, layout.ElementType.BF16) == 2 * expected
 
 
 @pytest.mark.slow

@@ -137,8 +137,8 @@ def run_acceptance(arguments: argparse.Namespace) -> int:
     from tandem.engine.limits import DEFAULT_MAX_SEATS
     from tandem.engine.llm import LLM
     from tandem.eval.acceptance import WORKED_EXAMPLE, Floors, measure
-    from tandem.eval.damage import DraftKvDamage
     from tandem.eval.sources import word_problems
+    from tandem.spec.damage import DraftKvDamage
 
     own = _own_questions(arguments)
     with LLM(

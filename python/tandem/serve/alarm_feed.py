@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.engine.errors import InvalidParameterError
 from tandem.engine.outputs import RequestOutput
-from tandem.serve.alarm import AcceptanceAlarm
+from tandem.serve.alarm import AcceptanceAlarm, Baseline, round_sd
 from tandem.serve.metrics_snapshot import COLD, PREFIX_HIT, Snapshot
 
 MIN_ROUNDS = 8
 """Shorter requests are left out: their last round, cut where the request ends, would weigh too much."""
+
+
+def expected_acceptance(rate: float, prompt_sd: float, draft_len: int) -> Baseline:
+    """The baseline of a given acceptance rate and its deviation between prompts.
+
+    Raises:
+        InvalidParameterError: there are no drafts, or a value is outside of its range.
+    """
+    if draft_len == 0:
+        raise InvalidParameterError("acceptance_baseline", rate, "none where no drafts are proposed")
+    try:
+        return Baseline(rate, prompt_sd, round_sd(rate, draft_len))
+    except ValueError as error:
+        raise InvalidParameterError("acceptance_baseline", (rate, prompt_sd), str(error)) from error
 
 
 def report_request(watch: AcceptanceAlarm, output: RequestOutput, draft_len: int) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tandem.engine.command import add_drafter_option, drafter_of
 
 _PACKAGES = ("msgspec", "pydantic", "starlette", "uvicorn", "uvloop", "httptools", "zmq")
+_DEFAULT_PROMPT_SD = 0.03
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,6 +61,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     engine = parser.add_argument_group("engine")
     add_drafter_option(engine)
     engine.add_argument("--draft-len", type=int, help="tokens proposed per step, 0 to 7 (default 3 with a drafter)")
+    engine.add_argument(
+        "--max-speculating-rows", type=int, help="sequences in a step above which no drafts are proposed"
+    )
+    engine.add_argument(
+        "--no-overlap", dest="overlap", action="store_false", help="plan a step only when the one before has ended"
+    )
+    engine.add_argument(
+        "--acceptance-baseline",
+        type=_baseline,
+        metavar="RATE[,SD]",
+        help="what the acceptance alarm expects: the rate that `tandem eval acceptance` prints, and its deviation "
+        "between prompts (default 0.03); without it both are learned from prompts that begin with nothing cached",
+    )
+    engine.add_argument(
+        "--damage", choices=("draft-kv",), help="debug: let the drafter read its cache wrongly; the alarm must notice"
+    )
     engine.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
     engine.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="by default that of --dtype")
     engine.add_argument("--kv-cache-bytes", type=int, help="size of the page pool")
@@ -85,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         drafter=drafter_of(arguments),
         draft_len=arguments.draft_len,
+        max_speculating_rows=arguments.max_speculating_rows,
         dtype=arguments.dtype,
         kv_dtype=arguments.kv_dtype,
         kv_cache_bytes=arguments.kv_cache_bytes,
@@ -94,6 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
         enable_prefix_cache=not arguments.no_prefix_cache,
         num_threads=arguments.num_threads,
         seed=arguments.seed,
+        overlap=arguments.overlap,
+        acceptance_baseline=arguments.acceptance_baseline,
+        damage_drafts=arguments.damage is not None,
     )
     options = ServerOptions(
         engine=engine,
@@ -138,6 +159,11 @@ def _keys_in(file: Path | None) -> list[str]:
     if not keys:
         raise ServerSetupError(f"{file} holds no key; one a line is expected")
     return keys
+
+
+def _baseline(text: str) -> tuple[float, float]:
+    rate, comma, deviation = text.partition(",")
+    return float(rate), float(deviation) if comma else _DEFAULT_PROMPT_SD
 
 
 def _positive_int(text: str) -> int:

@@ -209,10 +209,13 @@ def build_for_serving(config: EngineConfig) -> BuiltForServing:
     """Load the model that the configuration names."""
     from tandem.engine.llm import LLM
     from tandem.serve.alarm import AcceptanceAlarm
-    from tandem.serve.alarm_feed import report_request, with_alarms
+    from tandem.serve.alarm_feed import expected_acceptance, report_request, with_alarms
     from tandem.serve.engine_stats import snapshot_of
+    from tandem.spec.damage import DraftKvDamage
 
-    llm = LLM(**msgspec.structs.asdict(config))
+    fields = msgspec.structs.asdict(config)
+    given, damaged = fields.pop("acceptance_baseline"), fields.pop("damage_drafts")
+    llm = LLM(**fields, wrap_attention=DraftKvDamage.wrap if damaged else None)
     # The first step loads what only steps need; nobody should wait for that who was told that the server is ready.
     llm.generate([0], SamplingParams(max_tokens=1), progress=False)
     limits = llm.limits
@@ -222,7 +225,8 @@ def build_for_serving(config: EngineConfig) -> BuiltForServing:
         max_model_len=limits.max_model_len,
         load_seconds=llm.load_seconds,
     )
-    engine, watch, steps = llm.engine, AcceptanceAlarm(), StepWindow()
+    baseline = None if given is None else expected_acceptance(given[0], given[1], limits.max_draft_len)
+    engine, watch, steps = llm.engine, AcceptanceAlarm(baseline), StepWindow()
 
     def stats() -> Snapshot:
         return with_alarms(snapshot_of(engine.stats()), watch)

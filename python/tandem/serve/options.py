@@ -14,11 +14,17 @@ DEFAULT_MAX_BODY_BYTES = 8 * 2**20
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine process needs to build its engine; the fields are those of `tandem.LLM`."""
+    """What the engine process needs to build its engine; the fields are those of `tandem.LLM`, but for the last two.
+
+    Attributes:
+        acceptance_baseline: (rate, deviation between prompts) that the acceptance alarm expects; None learns it.
+        damage_drafts: let the drafter read its cache wrongly, to see that the alarm notices.
+    """
 
     model: str
     drafter: str | None = None
     draft_len: int | None = None
+    max_speculating_rows: int | None = None
     dtype: str = "float32"
     kv_dtype: str | None = None
     kv_cache_bytes: int | None = None
@@ -28,6 +34,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_cache: bool = True
     num_threads: int | None = None
     seed: int | None = None
+    overlap: bool = True
+    acceptance_baseline: tuple[float, float] | None = None
+    damage_drafts: bool = False
 
 
 def default_engine_command() -> tuple[str, ...]:

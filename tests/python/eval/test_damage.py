@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tandem.core import layout as core_layout
-from tandem.eval.damage import DamagedIndexBackend, IndexKeyDamage, InvalidDamageError, moved_order
+from tandem.eval.damage import DamagedIndexBackend, IndexKeyDamage, moved_order
 from tandem.msa import LayerGeometry, Limits, ReferenceBackend, SeatState, SparseGeometry
+from tandem.spec.damage import InvalidDamageError
 
 PAGE, DIM, GROUPS, PAGES, TOPK = 16, 8, 2, 12, 3
 SPARSE_LAYERS = (1, 2)

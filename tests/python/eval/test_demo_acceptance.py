@@ -4,8 +4,8 @@ import pytest
 
 from tandem import LLM
 from tandem.eval.acceptance import WORKED_EXAMPLE, AcceptanceReport, Floors, Route, measure
-from tandem.eval.damage import DraftKvDamage
 from tandem.eval.sources import word_problems
+from tandem.spec.damage import DraftKvDamage
 
 FLOORS = Floors(0.87, 3.6)
 

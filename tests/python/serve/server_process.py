@@ -128,7 +128,7 @@ class ServerProcess:
         return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", **options)
 
 
-def serve_model(folder: Path, *arguments: str) -> ServerProcess:
+def serve_model(folder: Path | str, *arguments: str) -> ServerProcess:
     return ServerProcess(
         ["-m", "tandem.cli", "serve", "--model", str(folder), "--port", "0", "--num-threads", "1", *arguments]
     )

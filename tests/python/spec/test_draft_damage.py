@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tandem import LLM, SamplingParams
 from tandem.core import layout as core_layout
-from tandem.eval.damage import DraftKvDamage, InvalidDamageError, MisreadDraftBackend, misread_rows
 from tandem.msa import AttentionBackend, CpuBackend, LayerGeometry, Limits, ReferenceBackend, SeatState
+from tandem.spec.damage import DraftKvDamage, InvalidDamageError, MisreadDraftBackend, misread_rows
 from tests.python.engine.checkpoint import make_checkpoint, make_drafter
 
 PAGE, HEADS, DIM, PAGES, GROUP = 16, 4, 32, 4, 2

@@ -64,6 +64,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=_DEFAULTS.get(name), help=text)
     sampling.add_argument("--stop", action="append", default=[], help="string that ends the text; may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", help="the model's end tokens do not end the text")
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add what shapes an engine, which `engine_options` reads, and return the group."""
     engine = parser.add_argument_group("engine")
     add_drafter_option(engine)
     engine.add_argument("--draft-len", type=int, help="tokens proposed per step, 0 to 7 (default 3 with a drafter)")
@@ -78,7 +84,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     engine.add_argument(
         "--no-overlap", dest="overlap", action="store_false", help="plan a step only when the one before has ended"
     )
-    parser.set_defaults(run=run)
+    return engine
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `LLM`."""
+    names = ("draft_len", "max_speculating_rows", "dtype", "kv_dtype", "kv_cache_bytes", "max_model_len")
+    given = {name: getattr(arguments, name) for name in (*names, "num_threads", "overlap")}
+    return given | {"drafter": drafter_of(arguments)}
 
 
 def add_drafter_option(parser: argparse._ActionsContainer) -> None:
@@ -104,18 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tandem.engine.llm import LLM
 
     params = _params(arguments)
-    with LLM(
-        arguments.model,
-        drafter=drafter_of(arguments),
-        draft_len=arguments.draft_len,
-        max_speculating_rows=arguments.max_speculating_rows,
-        dtype=arguments.dtype,
-        kv_dtype=arguments.kv_dtype,
-        kv_cache_bytes=arguments.kv_cache_bytes,
-        max_model_len=arguments.max_model_len,
-        num_threads=arguments.num_threads,
-        overlap=arguments.overlap,
-    ) as llm:
+    with LLM(arguments.model, **engine_options(arguments)) as llm:
         load_seconds = time.perf_counter() - start
         if prompts is None:
             return _converse(llm, arguments, params)

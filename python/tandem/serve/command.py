@@ -7,7 +7,7 @@ import importlib
 import logging
 from pathlib import Path
 
-from tandem.engine.command import add_drafter_option, drafter_of
+from tandem.engine.command import add_engine_options, engine_options
 
 _PACKAGES = ("msgspec", "pydantic", "starlette", "uvicorn", "uvloop", "httptools", "zmq")
 _DEFAULT_PROMPT_SD = 0.03
@@ -58,15 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=30.0,
         help="seconds without progress after which /health turns 503 (default %(default)g)",
     )
-    engine = parser.add_argument_group("engine")
-    add_drafter_option(engine)
-    engine.add_argument("--draft-len", type=int, help="tokens proposed per step, 0 to 7 (default 3 with a drafter)")
-    engine.add_argument(
-        "--max-speculating-rows", type=int, help="sequences in a step above which no drafts are proposed"
-    )
-    engine.add_argument(
-        "--no-overlap", dest="overlap", action="store_false", help="plan a step only when the one before has ended"
-    )
+    engine = add_engine_options(parser)
     engine.add_argument(
         "--acceptance-baseline",
         type=_baseline,
@@ -77,14 +69,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     engine.add_argument(
         "--damage", choices=("draft-kv",), help="debug: let the drafter read its cache wrongly; the alarm must notice"
     )
-    engine.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
-    engine.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="by default that of --dtype")
-    engine.add_argument("--kv-cache-bytes", type=int, help="size of the page pool")
-    engine.add_argument("--max-model-len", type=int, help="most tokens of a sequence")
     engine.add_argument("--max-seats", type=int, help="most sequences that run at once")
     engine.add_argument("--max-tokens-per-step", type=int, help="most tokens of one step; longer prompts are cut")
     engine.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
-    engine.add_argument("--num-threads", type=int, help="kernel threads")
     engine.add_argument("--seed", type=int, help="makes requests without a seed repeatable, in order of arrival")
     parser.set_defaults(run=run)
 
@@ -100,21 +87,13 @@ def run(arguments: argparse.Namespace) -> int:
     path = demo.path() if arguments.model == "demo" else Path(arguments.model)
     engine = EngineConfig(
         model=arguments.model,
-        drafter=drafter_of(arguments),
-        draft_len=arguments.draft_len,
-        max_speculating_rows=arguments.max_speculating_rows,
-        dtype=arguments.dtype,
-        kv_dtype=arguments.kv_dtype,
-        kv_cache_bytes=arguments.kv_cache_bytes,
-        max_model_len=arguments.max_model_len,
         max_seats=arguments.max_seats,
         max_tokens_per_step=arguments.max_tokens_per_step,
         enable_prefix_cache=not arguments.no_prefix_cache,
-        num_threads=arguments.num_threads,
         seed=arguments.seed,
-        overlap=arguments.overlap,
         acceptance_baseline=arguments.acceptance_baseline,
         damage_drafts=arguments.damage is not None,
+        **engine_options(arguments),
     )
     options = ServerOptions(
         engine=engine,

@@ -1,6 +1,8 @@
 """Steps as tapes: the same bits as without one, and no torch operation that a replay would miss."""
 
 import gc
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,13 @@ def test_captures_that_do_not_ascend_are_refused(model):
         runner.feed([5, 6, 7], (2, 1))
     with pytest.raises(ValueError, match=r"capture is \(4,\); allowed are .* 0 to 3"):
         runner.feed([5, 6, 7], (4,))
+
+
+def test_recording_does_not_import_the_compiler() -> None:
+    """It takes seconds, which the first token would wait for."""
+    code = (
+        "import sys, torch; from tandem.models.tapes import Tapes;"
+        "Tapes().run(0, lambda: torch.empty_like(torch.ones(2))); print('torch._dynamo' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout == "False\n"

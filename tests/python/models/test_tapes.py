@@ -112,8 +112,8 @@ def test_captures_that_do_not_ascend_are_refused(model):
 def test_recording_does_not_import_the_compiler() -> None:
     """It takes seconds, which the first token would wait for."""
     code = (
-        "import sys, torch; from tandem.models.tapes import Tapes;"
-        "Tapes().run(0, lambda: torch.empty_like(torch.ones(2))); print('torch._dynamo' in sys.modules)"
+        "import sys, torch; from tandem.models.tapes import Tapes; x = torch.ones(2);"
+        "Tapes().run(0, lambda: torch.empty_like(x)); print('torch._dynamo' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert found.stdout == "False\n"

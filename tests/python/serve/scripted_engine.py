@@ -33,15 +33,14 @@ _T = TypeVar("_T")
 @dataclass
 class Script:
     """``word``: what each token says. ``fail_after``: tokens before an error. ``stall_after``: tokens before the whole
-    engine stands still for ``stall_s``. ``die_after``: tokens before the process ends. ``stamp``: each token says the
-    time instead, in nanoseconds of the monotonic clock. ``spell``: the reply, a character a token, then its end.
+    engine stands still for ``stall_s``. ``stamp``: each token says the time instead, in nanoseconds of the monotonic
+    clock. ``spell``: the reply, a character a token, then its end.
     """
 
     word: str = "abc"
     fail_after: int = -1
     stall_after: int = -1
     stall_s: float = 0.0
-    die_after: int = -1
     stamp: int = 0
     spell: str = ""
 
@@ -145,15 +144,13 @@ class ScriptedEngine:
         script, done = running.script, len(running.token_ids)
         if done == script.stall_after:
             time.sleep(script.stall_s)
-        if done == script.die_after:
-            os._exit(9)
         if done == script.fail_after:
             self._end(running, "error", [])
             return
         most = MAX_MODEL_LEN if running.params.max_tokens is None else running.params.max_tokens
         if script.spell:
             most = min(most, len(script.spell))
-        marks = [m for m in (script.stall_after, script.die_after, script.fail_after) if m > done]
+        marks = [m for m in (script.stall_after, script.fail_after) if m > done]
         count = min([self._tokens_per_round, most - done, *(mark - done for mark in marks)])
         new = [7] * count
         running.token_ids += new

@@ -287,9 +287,11 @@ def serve_engine(build: Build, addresses: tuple[str, str]) -> int:
 
 def _end_with(stdin: FileIO) -> None:
     """Nobody is left to answer to when the HTTP process has died; nothing here is worth saving then."""
-    while stdin.read(1):
-        pass
-    os._exit(EXIT_ENGINE_STOPPED)
+    try:
+        while stdin.read(1):
+            pass
+    finally:  # reading may fail as well when the other end is gone
+        os._exit(EXIT_ENGINE_STOPPED)
 
 
 def main() -> int:

@@ -207,9 +207,9 @@ void bind_types(nb::module_& m) {
                      "What became of drafts, cumulative. A round is a decode row that verified drafts and whose result "
                      "counted. Of a round that ends its request, all drafts count as drafted, and as accepted those up "
                      "to and including the token that ends it.")
-      .def_ro("num_rounds", &Rounds::num_rounds)
-      .def_ro("num_drafted", &Rounds::num_drafted, "By place in the round, the first draft at 0; 7 places.")
-      .def_ro("num_accepted", &Rounds::num_accepted, "By place in the round, likewise.");
+      .def_prop_ro("num_rounds", &Rounds::num_rounds)
+      .def_prop_ro("num_drafted", &Rounds::num_drafted, "By place in the round, the first draft at 0; 7 places.")
+      .def_prop_ro("num_accepted", &Rounds::num_accepted, "By place in the round, likewise.");
 
   nb::class_<Stats>(m, "Stats", "Counters since the start, and what is now: running, waiting, in flight, pending.")
       .def_ro("num_running", &Stats::num_running)

@@ -111,19 +111,38 @@ struct StepEvents {
 // What became of drafts. A round is a decode row that verified drafts and whose result counted: not one of an epoch
 // that had ended, nor one that the engine gave up. All drafts that it verified count as drafted. Accepted are those
 // kept: where a request ends within a round, the ones up to and including the token that ends it.
-struct Rounds {
-  std::int64_t num_rounds = 0;
-  std::array<std::int64_t, kMaxDraftLen> num_drafted{};   // by place in the round, the first draft at 0
-  std::array<std::int64_t, kMaxDraftLen> num_accepted{};  // likewise
+class Rounds {
+ public:
+  using ByPlace = std::array<std::int64_t, kMaxDraftLen>;  // by place in the round, the first draft at 0
 
-  void count(std::int32_t num_drafts, std::int32_t accepted) {
-    ++num_rounds;
-    for (std::size_t i = 0; i < static_cast<std::size_t>(num_drafts); ++i) {
-      ++num_drafted[i];
-      num_accepted[i] += static_cast<std::int32_t>(i) < accepted ? 1 : 0;
-    }
+  void count(std::int32_t num_drafts, std::int32_t num_accepted) {
+    ++num_rounds_;
+    ++with_drafts_[static_cast<std::size_t>(num_drafts)];
+    ++with_accepted_[static_cast<std::size_t>(num_accepted)];
   }
+
+  [[nodiscard]] std::int64_t num_rounds() const { return num_rounds_; }
+  [[nodiscard]] ByPlace num_drafted() const { return above(with_drafts_); }
+  [[nodiscard]] ByPlace num_accepted() const { return above(with_accepted_); }
   friend bool operator==(const Rounds&, const Rounds&) = default;
+
+ private:
+  using BySize = std::array<std::int64_t, kMaxDraftLen + 1>;
+
+  // A round of n has a draft at each place below n.
+  static ByPlace above(const BySize& rounds) {
+    ByPlace found{};
+    std::int64_t longer = 0;
+    for (std::size_t place = kMaxDraftLen; place > 0; --place) {
+      longer += rounds[place];
+      found[place - 1] = longer;
+    }
+    return found;
+  }
+
+  std::int64_t num_rounds_ = 0;
+  BySize with_drafts_{};    // rounds by how many drafts they verified
+  BySize with_accepted_{};  // rounds by how many they kept
 };
 
 // Counters are cumulative, the others are of now.
@@ -152,12 +171,12 @@ struct Stats {
   Rounds cold_rounds;
   Rounds prefix_hit_rounds;
 
-  [[nodiscard]] std::int64_t num_rounds() const { return cold_rounds.num_rounds + prefix_hit_rounds.num_rounds; }
+  [[nodiscard]] std::int64_t num_rounds() const { return cold_rounds.num_rounds() + prefix_hit_rounds.num_rounds(); }
   [[nodiscard]] std::int64_t num_drafted_tokens() const {
-    return sum(cold_rounds.num_drafted) + sum(prefix_hit_rounds.num_drafted);
+    return sum(cold_rounds.num_drafted()) + sum(prefix_hit_rounds.num_drafted());
   }
   [[nodiscard]] std::int64_t num_accepted_tokens() const {
-    return sum(cold_rounds.num_accepted) + sum(prefix_hit_rounds.num_accepted);
+    return sum(cold_rounds.num_accepted()) + sum(prefix_hit_rounds.num_accepted());
   }
 
  private:

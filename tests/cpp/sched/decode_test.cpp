@@ -99,8 +99,8 @@ TEST(Decode, CutsARoundAtTheLimitAndCountsItsDraftsAsDrafted) {
   EXPECT_THAT(harness.last_events().num_drafts, ElementsAre(3));
   EXPECT_EQ(harness.request(id).terminal->reason, FinishReason::Length);
   const Stats stats = harness.scheduler().stats();
-  EXPECT_THAT(stats.cold_rounds.num_drafted, ElementsAre(1, 1, 1, 0, 0, 0, 0));
-  EXPECT_THAT(stats.cold_rounds.num_accepted, ElementsAre(1, 1, 0, 0, 0, 0, 0));
+  EXPECT_THAT(stats.cold_rounds.num_drafted(), ElementsAre(1, 1, 1, 0, 0, 0, 0));
+  EXPECT_THAT(stats.cold_rounds.num_accepted(), ElementsAre(1, 1, 0, 0, 0, 0, 0));
   EXPECT_EQ(stats.num_rounds(), 1);
   EXPECT_EQ(stats.num_drafted_tokens(), 3);
   EXPECT_EQ(stats.num_accepted_tokens(), 2);

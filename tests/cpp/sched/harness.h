@@ -329,9 +329,9 @@ class Harness {
                 terminal.num_generated_tokens == static_cast<std::int32_t>(record.output.size()),
             "a terminal event counts wrongly");
     const auto sum = [](const auto& counts) { return std::reduce(counts.begin(), counts.end()); };
-    require(terminal.num_rounds == record.rounds.num_rounds &&
-                terminal.num_drafted_tokens == sum(record.rounds.num_drafted) &&
-                terminal.num_accepted_tokens == sum(record.rounds.num_accepted),
+    require(terminal.num_rounds == record.rounds.num_rounds() &&
+                terminal.num_drafted_tokens == sum(record.rounds.num_drafted()) &&
+                terminal.num_accepted_tokens == sum(record.rounds.num_accepted()),
             "a terminal event counts rounds wrongly");
     record.terminal = terminal;
   }

@@ -48,7 +48,7 @@ class Interleaver {
     totals.num_dropped_rows += stats.num_dropped_rows;
     totals.num_cached_tokens += stats.num_cached_tokens;
     totals.num_accepted_tokens += stats.num_accepted_tokens();
-    totals.num_prefix_hit_rounds += stats.prefix_hit_rounds.num_rounds;
+    totals.num_prefix_hit_rounds += stats.prefix_hit_rounds.num_rounds();
     totals.num_failed_steps += stats.num_failed_steps;
   }
 

@@ -83,8 +83,8 @@ TEST(Preemption, ComesBackAsAHitOfItsFullPagesAndItsRoundsCountAsThoseOfHitsFrom
   EXPECT_GE(preemptions(harness, second), 1);
   EXPECT_GE(resumed_at, 4);
   EXPECT_EQ(harness.request(second).terminal->num_cached_tokens, 0);  // of its prompt, when it first came
-  EXPECT_GT(harness.scheduler().stats().prefix_hit_rounds.num_rounds, 0);
-  EXPECT_GT(harness.scheduler().stats().cold_rounds.num_rounds, 0);
+  EXPECT_GT(harness.scheduler().stats().prefix_hit_rounds.num_rounds(), 0);
+  EXPECT_GT(harness.scheduler().stats().cold_rounds.num_rounds(), 0);
 }
 
 // The pages that steps in flight alone still hold come back with them: nobody is preempted for those.

@@ -149,7 +149,7 @@ class Engine:
             EngineClosedError: the engine takes no more requests.
         """
         ids = [int(i) for i in prompt_ids]
-        self.check(ids, params)
+        grammar = self._checked_grammar(ids, params)
         room = self._max_tokens - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         own_ends = frozenset() if params.ignore_eos else self._end_ids
@@ -164,13 +164,17 @@ class Engine:
             tokenizer=self._tokenizer,
             sink=sink,
             stream=stream,
-            grammar=self._matcher(params),
+            grammar=grammar,
         )
         self._put(_Submit(request))
         return request.request_id
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise what `submit` would raise, without submitting."""
+        self._checked_grammar(prompt_ids, params)
+
+    def _checked_grammar(self, prompt_ids: Sequence[int], params: SamplingParams) -> GrammarMatcher | None:
+        """Check a request; the start of its grammar, if it has one."""
         if not prompt_ids:
             raise InvalidPromptError("the prompt is empty; at least one token is needed")
         if len(prompt_ids) >= self._max_tokens:
@@ -182,8 +186,6 @@ class Engine:
             )
         check_token_ids("the prompt", prompt_ids, self._runner.vocab_size)
         params.check_vocabulary(self._runner.vocab_size)
-
-    def _matcher(self, params: SamplingParams) -> GrammarMatcher | None:
         if params.grammar is None:
             return None
         if self._grammars is None:

@@ -6,10 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tandem import LLM
 from tandem.engine.errors import InvalidParameterError
 from tandem.engine.grammar import Grammar, GrammarCompiler
 from tandem.engine.outputs import RequestOutput
@@ -19,6 +21,7 @@ from tandem.engine.tokenizer import Tokenizer
 from tandem.msa import AttentionBackend
 from tandem.spec import Drafter, DraftWorker
 from tests.python.engine.byte_tokenizer import SPECIALS, byte_tokenizer_json
+from tests.python.engine.checkpoint import make_checkpoint
 from tests.python.engine.test_speculation import OTHERS, PROMPT, VOCAB_SIZE, ScriptedWorker, pair
 from tests.python.engine.tiny_m3 import Speculation, TinyRig, Variation, make_rig
 
@@ -217,3 +220,11 @@ def test_a_grammar_that_cannot_be_is_refused_when_submitted() -> None:
     with pytest.raises(InvalidParameterError, match="tokenizer"):
         make_rig(pair().target, Variation()).submit(PROMPT, replace(GREEDY, grammar=REGEX))
     assert not rig.engine.step()
+
+
+def test_a_malformed_grammar_among_many_requests_is_refused_before_any_runs(tmp_path: Path) -> None:
+    with LLM(make_checkpoint(tmp_path)) as llm:
+        params = [GREEDY, replace(GREEDY, grammar=Grammar("regex", "("))]
+        with pytest.raises(InvalidParameterError, match="regex"):
+            llm.generate(["a", "b"], params)
+        assert llm.stats().scheduler.num_submitted == 0

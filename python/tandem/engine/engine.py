@@ -52,11 +52,10 @@ _SAMPLE_ERRORS = {
 
 
 @dataclass(frozen=True)
-class EngineStats:
-    """Counters since the start, and what runs now."""
+class EngineCounters:
+    """Counters since the start, and what runs now: whatever costs the same however large the pool is."""
 
     scheduler: sched.Stats
-    ledger: kv.Ledger
     times: StepTimes
     num_steps: int
     """The progress counter: grows with each completed step, failed ones included."""
@@ -65,6 +64,13 @@ class EngineStats:
     def speculation(self) -> SpeculationStats:
         """What became of drafts."""
         return SpeculationStats.of(self.scheduler)
+
+
+@dataclass(frozen=True)
+class EngineStats(EngineCounters):
+    """The counters, and the state of every page."""
+
+    ledger: kv.Ledger
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ class Engine:
         self._by_sequence: dict[int, Request] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._num_steps = 0
-        self._on_step: Callable[[EngineStats], None] | None = None
+        self._on_step: Callable[[EngineCounters], None] | None = None
 
     # From any thread.
 
@@ -243,12 +249,15 @@ class Engine:
         return plan is not None
 
     def stats(self) -> EngineStats:
-        """A snapshot."""
-        times = dataclasses.replace(self._runner.times)
-        return EngineStats(self._scheduler.stats(), self._scheduler.ledger(), times, self._num_steps)
+        """A snapshot; looks at every page of the pool."""
+        return EngineStats(**vars(self.counters()), ledger=self._scheduler.ledger())
 
-    def observe_steps(self, on_step: Callable[[EngineStats], None] | None) -> None:
-        """Call ``on_step`` with a snapshot after each step that completed or failed; it must not block or raise."""
+    def counters(self) -> EngineCounters:
+        """The part of a snapshot that may be taken in every step."""
+        return EngineCounters(self._scheduler.stats(), dataclasses.replace(self._runner.times), self._num_steps)
+
+    def observe_steps(self, on_step: Callable[[EngineCounters], None] | None) -> None:
+        """Call ``on_step`` with the counters after each step that completed or failed; it must not block or raise."""
         self._on_step = on_step
 
     def reset_prefix_cache(self) -> None:
@@ -355,7 +364,7 @@ class Engine:
 
     def _report_step(self) -> None:
         if self._on_step is not None:
-            self._on_step(self.stats())
+            self._on_step(self.counters())
 
     def _fail_step(self, plan: sched.StepPlan, error: Exception) -> None:
         _log.error("step %d failed", plan.step_id, exc_info=error)

@@ -235,7 +235,7 @@ def build_for_serving(config: EngineConfig) -> BuiltForServing:
         if limits.max_draft_len > 0:
             report_request(watch, output, limits.max_draft_len)
 
-    engine.call(lambda: engine.observe_steps(StepRecorder(steps, engine.stats()))).result()
+    engine.call(lambda: engine.observe_steps(StepRecorder(steps, engine.counters()))).result()
     return BuiltForServing(engine, ready, stats, on_output, steps, llm.close)
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 if TYPE_CHECKING:
     # The engine brings torch, which the process that answers with the records does without.
-    from tandem.engine.engine import EngineStats
+    from tandem.engine.engine import EngineCounters
 
 DEFAULT_CAPACITY = 5000
 
@@ -119,14 +119,14 @@ class StepRecorder:
 
     Args:
         window: takes the records.
-        start: the engine's statistics before the first step to be recorded.
+        start: the engine's counters before the first step to be recorded.
     """
 
-    def __init__(self, window: StepWindow, start: EngineStats) -> None:
+    def __init__(self, window: StepWindow, start: EngineCounters) -> None:
         self._window = window
         self._before = start
 
-    def __call__(self, stats: EngineStats) -> None:
+    def __call__(self, stats: EngineCounters) -> None:
         """A step has ended."""
         now, before = stats.scheduler, self._before.scheduler
         times, times_before = stats.times, self._before.times

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tandem.engine.engine import EngineCounters, EngineStats
 from tandem.engine.params import SamplingParams
 from tandem.serve.steps import DEFAULT_CAPACITY, StepRecord, StepRecorder, StepWindow
 from tests.python.engine.scripted import make_rig
@@ -129,6 +130,16 @@ def test_the_records_of_an_engine_add_up_to_its_counters(overlap: bool) -> None:
     rig.engine.observe_steps(None)
     rig.generate(list(range(10, 15)), params)
     assert window.read().num_recorded == len(records)
+
+
+def test_what_is_observed_in_each_step_looks_at_no_page_of_the_pool() -> None:
+    """The state of every page costs more the larger the pool is; a step must not."""
+    rig = make_rig()
+    seen: list[EngineCounters] = []
+    rig.engine.observe_steps(seen.append)
+    rig.generate(list(range(10, 15)), SamplingParams(temperature=0, max_tokens=4))
+    assert seen
+    assert not any(isinstance(each, EngineStats) for each in seen)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -138,7 +138,7 @@ def run_acceptance(arguments: argparse.Namespace) -> int:
     from tandem.engine.llm import LLM
     from tandem.eval.acceptance import WORKED_EXAMPLE, Floors, measure
     from tandem.eval.sources import word_problems
-    from tandem.spec.damage import DraftKvDamage
+    from tandem.spec.damage import misread_drafts
 
     own = _own_questions(arguments)
     with LLM(
@@ -149,7 +149,7 @@ def run_acceptance(arguments: argparse.Namespace) -> int:
         max_seats=DEFAULT_MAX_SEATS,
         max_speculating_rows=DEFAULT_MAX_SEATS,
         enable_prefix_cache=arguments.route == "prefix-hit",
-        wrap_attention=None if arguments.damage is None else DraftKvDamage.wrap,
+        wrap_attention=None if arguments.damage is None else misread_drafts,
     ) as llm:
         if own is not None:
             questions = own

@@ -211,13 +211,11 @@ def build_for_serving(config: EngineConfig) -> BuiltForServing:
     from tandem.serve.alarm import AcceptanceAlarm
     from tandem.serve.alarm_feed import expected_acceptance, report_request, with_alarms
     from tandem.serve.engine_stats import snapshot_of
-    from tandem.spec.damage import DraftKvDamage
+    from tandem.spec.damage import misread_drafts
 
     fields = msgspec.structs.asdict(config)
     given, damaged = fields.pop("acceptance_baseline"), fields.pop("damage_drafts")
-    llm = LLM(**fields, wrap_attention=DraftKvDamage.wrap if damaged else None)
-    # The first step loads what only steps need; nobody should wait for that who was told that the server is ready.
-    llm.generate([0], SamplingParams(max_tokens=1), progress=False)
+    llm = LLM(**fields, wrap_attention=misread_drafts if damaged else None)
     limits = llm.limits
     ready = Ready(
         vocab_size=llm.config.vocab_size,

@@ -19,21 +19,18 @@ class InvalidDamageError(ValueError):
     """A description of damage that cannot be read, or names a layer or group that the model does not have."""
 
 
-class DraftKvDamage:
-    """The drafter's pages, stored in groups of tokens with the heads inside, are read as if heads came first."""
+def misread_drafts(backend: AttentionBackend) -> AttentionBackend:
+    """A backend that behaves as `backend`, but that the draft layer's pages are read in the wrong order of axes.
 
-    @staticmethod
-    def wrap(backend: AttentionBackend) -> AttentionBackend:
-        """A backend that behaves as `backend` but for what the draft layer reads.
-
-        Raises `InvalidDamageError` where there is no draft layer, or one that the damage would leave as it is.
-        """
-        layer = draft_layer(backend)
-        heads, tokens = backend.layer(layer).k.heads, backend.layout.tokens_per_page
-        rows = misread_rows(heads, tokens)
-        if torch.equal(rows, torch.arange(heads * tokens)):
-            raise InvalidDamageError(f"damage draft-kv is not allowed: {heads} KV head in one order of axes is in any")
-        return MisreadDraftBackend(backend, layer, rows)
+    They are stored in groups of tokens with the heads inside, for a reader to whom heads come first. Raises
+    `InvalidDamageError` where there is no draft layer, or one that the damage would leave as it is.
+    """
+    layer = draft_layer(backend)
+    heads, tokens = backend.layer(layer).k.heads, backend.layout.tokens_per_page
+    rows = misread_rows(heads, tokens)
+    if torch.equal(rows, torch.arange(heads * tokens)):
+        raise InvalidDamageError(f"damage draft-kv is not allowed: {heads} KV head in one order of axes is in any")
+    return MisreadDraftBackend(backend, layer, rows)
 
 
 def draft_layer(backend: AttentionBackend) -> int:

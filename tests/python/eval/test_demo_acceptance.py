@@ -5,7 +5,7 @@ import pytest
 from tandem import LLM
 from tandem.eval.acceptance import WORKED_EXAMPLE, AcceptanceReport, Floors, Route, measure
 from tandem.eval.sources import word_problems
-from tandem.spec.damage import DraftKvDamage
+from tandem.spec.damage import misread_drafts
 
 FLOORS = Floors(0.87, 3.6)
 
@@ -16,7 +16,7 @@ def probe(num_questions: int, route: Route = "cold", damaged: bool = False) -> A
         num_threads=1,
         max_speculating_rows=32,
         enable_prefix_cache=route == "prefix-hit",
-        wrap_attention=DraftKvDamage.wrap if damaged else None,
+        wrap_attention=misread_drafts if damaged else None,
     ) as llm:
         questions = word_problems(num_questions)
         return measure(llm, "acceptance", questions, route=route, preface=WORKED_EXAMPLE)

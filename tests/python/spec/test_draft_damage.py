@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem import LLM, SamplingParams
 from tandem.core import layout as core_layout
 from tandem.msa import AttentionBackend, CpuBackend, LayerGeometry, Limits, ReferenceBackend, SeatState
-from tandem.spec.damage import DraftKvDamage, InvalidDamageError, MisreadDraftBackend, misread_rows
+from tandem.spec.damage import InvalidDamageError, MisreadDraftBackend, misread_drafts, misread_rows
 from tests.python.engine.checkpoint import make_checkpoint, make_drafter
 
 PAGE, HEADS, DIM, PAGES, GROUP = 16, 4, 32, 4, 2
@@ -122,7 +122,7 @@ def test_the_draft_layer_is_read_as_the_wrong_order_of_axes_leaves_it(
     world = make_world(torch_rng, num_entries, kind)
     q = query(torch_rng)
     expected = attention(q, as_misread(world.keys), as_misread(world.values))
-    damaged = world.attend(DraftKvDamage.wrap(world.backend), DRAFT, q)
+    damaged = world.attend(misread_drafts(world.backend), DRAFT, q)
     torch.testing.assert_close(damaged, expected, rtol=1e-4, atol=1e-5)
     assert float((damaged - world.attend(world.backend, DRAFT, q)).abs().max()) > 0.1
 
@@ -153,7 +153,7 @@ def test_the_target_and_the_cache_stay_as_they_are(torch_rng: torch.Generator) -
     world = make_world(torch_rng, 40)
     pool = world.backend.pool.clone()
     q = query(torch_rng)
-    damaged = DraftKvDamage.wrap(world.backend)
+    damaged = misread_drafts(world.backend)
     world.attend(damaged, DRAFT, q)
     assert torch.equal(world.attend(damaged, TARGET, q), world.attend(world.backend, TARGET, q))
     assert torch.equal(world.backend.pool, pool)
@@ -182,7 +182,7 @@ def test_damage_that_would_change_nothing_is_refused(heads: int, page: int, firs
     geometry = [LayerGeometry(0, heads, SCALE, first_index_attended=first)]
     backend = ReferenceBackend(layout, pool, limits, SeatState(limits), geometry)
     with pytest.raises(InvalidDamageError, match=message):
-        DraftKvDamage.wrap(backend)
+        misread_drafts(backend)
 
 
 def test_a_damaged_drafter_proposes_other_tokens_and_the_text_is_the_same(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_damaged_drafter_proposes_other_tokens_and_the_text_is_the_same(tmp_pa
     prompts = [f"{place} " * 9 for place in range(8)]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     texts, rounds = [], []
-    for wrap in (None, DraftKvDamage.wrap):
+    for wrap in (None, misread_drafts):
         with LLM(folder, num_threads=1, draft_len=1, wrap_attention=wrap) as llm:
             outputs = llm.generate(prompts, params, progress=False)
         texts.append([output.token_ids for output in outputs])

@@ -129,6 +129,7 @@ def build_engine(options: EngineOptions, tokenizer: Tokenizer) -> BuiltEngine:
     ops = CpuOps() if options.backend == "cpu" else ReferenceOps()
     model = load_model(options.model_path, dtype, ops)
     pool = torch.empty(limits.num_slots * cache_layout.slot_bytes, dtype=torch.uint8)
+    cpu.prefer_huge_pages(pool)
     poison = PoolPoison(pool, cache_layout.slot_bytes, limits.tokens_per_page) if options.poison_pool else None
     state = SeatState(limits)
     backend = CpuBackend if options.backend == "cpu" else ReferenceBackend

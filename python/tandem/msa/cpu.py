@@ -1,37 +1,16 @@
 """The CPU backend: the same interface over the C++ kernels."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from tandem.core import cpu
-from tandem.core import layout as core_layout
 from tandem.msa.backend import AttendedTokens, AttentionBackend
-from tandem.msa.geometry import LayerGeometry
-from tandem.msa.limits import Limits
-from tandem.msa.state import SeatState
 
 
 class CpuBackend(AttentionBackend):
     """C++ kernels over a pool in host memory; results do not depend on batch, chunking or the number of threads."""
 
     kernels_only = True
-
-    def __init__(
-        self,
-        layout: core_layout.CacheLayout,
-        pool: Tensor,
-        limits: Limits,
-        state: SeatState,
-        geometry: Sequence[LayerGeometry],
-        *,
-        tokens_per_page: int | None = None,
-    ) -> None:
-        """See `AttentionBackend`. Asks for huge pages under the pool, where it is not in use yet."""
-        super().__init__(layout, pool, limits, state, geometry, tokens_per_page=tokens_per_page)
-        cpu.prefer_huge_pages(pool)
-        cpu.prefer_huge_pages(self.pool)
 
     def write(self, layer: int, k: Tensor, v: Tensor, index_k: Tensor | None, tokens: AttendedTokens) -> None:  # noqa: D102
         parts = self.parts(layer, k, v, index_k)

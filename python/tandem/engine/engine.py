@@ -35,7 +35,7 @@ from tandem.engine.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_REASONS: dict[sched.FinishReason, FinishReason] = {
+FINISH_REASONS: dict[sched.FinishReason, FinishReason] = {
     sched.FinishReason.STOP: "stop",
     sched.FinishReason.LENGTH: "length",
     sched.FinishReason.ABORT: "abort",
@@ -423,7 +423,7 @@ class Engine:
         request = self._by_sequence.pop(terminal.seq_id)
         del self._by_request[request.request_id]
         request.finish(
-            _REASONS[terminal.reason],
+            FINISH_REASONS[terminal.reason],
             num_new=num_new,
             cached_tokens=terminal.num_cached_tokens,
             num_preemptions=terminal.num_preemptions,

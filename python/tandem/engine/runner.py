@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -259,8 +260,8 @@ class ModelRunner:
         verified = verify(meta, tokens, self._state.drafts)
         # Without drafts each sampling row has one position, and its token is the row's newest.
         verifies = meta.num_logits > meta.num_samples
-        if self._seats.has_counts:
-            self._seats.advance(positions.seat, sampled.tokens, kept_positions(meta, verified) if verifies else None)
+        kept = partial(kept_positions, meta, verified) if verifies else None
+        self._seats.advance(positions.seat, sampled.tokens, kept)
         advance(self._state, meta, verified.newest, verified.num_accepted if verifies else None)
         end = time.perf_counter()
         published: dict[int, list[int]] = {}

@@ -165,13 +165,11 @@ class SamplingSeats:
             sampled.errors[where] = part.errors
         return sampled
 
-    @property
-    def has_counts(self) -> bool:
-        """Whether a request has had penalties, so that accepted tokens are counted."""
-        return self._counts is not None
+    def advance(self, seats: IntArray, tokens: Tensor, valid: Callable[[], Tensor] | None = None) -> None:
+        """Count accepted tokens: int64 ``tokens`` ``[N]`` of ``seats`` ``[N]``.
 
-    def advance(self, seats: IntArray, tokens: Tensor, valid: Tensor | None = None) -> None:
-        """Count accepted tokens: int64 ``tokens`` ``[N]`` of ``seats`` ``[N]``, where ``valid`` bool ``[N]`` holds."""
+        Those where ``valid``, called where it is needed, is true, bool ``[N]``; all of them if None.
+        """
         if self._counts is None:
             return
         penalised = np.flatnonzero(self._stages[seats] & _PENALTIES)
@@ -179,7 +177,7 @@ class SamplingSeats:
             return
         where = self._to_device(penalised)
         ones = torch.ones(len(penalised), dtype=torch.int32, device=self._device)
-        added = ones if valid is None else ones * valid[where]
+        added = ones if valid is None else ones * valid()[where]
         self._counts.index_put_((self._to_device(seats[penalised]), tokens[where]), added, accumulate=True)
 
     def _choice(self, chosen: IntArray, stages: IntArray, positions: Positions) -> Choice:

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from tandem.core import sched
-from tandem.engine.engine import EngineStats
-from tandem.engine.outputs import FinishReason
+from tandem.engine.engine import FINISH_REASONS, EngineStats
 from tandem.engine.speculation import RouteCounts
 from tandem.serve.metrics_snapshot import COLD, PREFIX_HIT, Pages, Rounds, Snapshot
-
-_REASONS: dict[sched.FinishReason, FinishReason] = {
-    sched.FinishReason.STOP: "stop",
-    sched.FinishReason.LENGTH: "length",
-    sched.FinishReason.ABORT: "abort",
-    sched.FinishReason.ERROR: "error",
-}
 
 
 def snapshot_of(stats: EngineStats) -> Snapshot:
@@ -33,7 +24,7 @@ def snapshot_of(stats: EngineStats) -> Snapshot:
             pending=counters.num_pending_pages,
         ),
         submitted=counters.num_submitted,
-        finished={name: counters.num_finished[reason] for reason, name in _REASONS.items()},
+        finished={name: counters.num_finished[reason] for reason, name in FINISH_REASONS.items()},
         preemptions=counters.num_preemptions,
         prompt_tokens=counters.num_prompt_tokens,
         cached_tokens=counters.num_cached_tokens,

@@ -159,9 +159,10 @@ class Eagle3:
             memory.take(embedded, hidden, slots)
             tapes.begin_pass(1)
             run = partial(self._run, memory.embedded, memory.x, memory, attention)
-            y = tapes.run(len(token_ids), run).clone()
-            x = y if self.config.norm_output else memory.x.clone()
-        return DraftOutput(y if self.config.norm_output else x, y)
+            x, y = memory.x, tapes.run(len(token_ids), run).clone()
+        if self.config.norm_output:
+            return DraftOutput(y, y)
+        return DraftOutput(x if tapes is None else x.clone(), y)
 
     def _run(self, embedded: Tensor, x: Tensor, slots: DraftedTokens, attention: AttentionBackend) -> Tensor:
         """Run the layer on `x` [T, H], in place, and return y."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from tandem.engine.command import positive_int
+
 MODELS = ("demo", "random-40m")
 COMPARISONS = ("transformers", "speculation")
 
@@ -27,11 +29,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     decode.add_argument(
         "--draft-lens", nargs="+", type=_draft_len, default=[3, 4, 5], help="drafts of a round (default 3 4 5)"
     )
-    decode.add_argument("--batch", nargs="+", type=_positive, default=[1, 8])
-    decode.add_argument("--context", nargs="+", type=_positive, default=[64, 4096])
-    decode.add_argument("--threads", nargs="+", type=_positive, default=[1, 2])
-    decode.add_argument("--tokens", type=_positive, default=24, help="decode steps per window (default %(default)s)")
-    decode.add_argument("--rounds", type=_positive, default=2, help="rounds of windows A-B-B-A (default %(default)s)")
+    decode.add_argument("--batch", nargs="+", type=positive_int, default=[1, 8])
+    decode.add_argument("--context", nargs="+", type=positive_int, default=[64, 4096])
+    decode.add_argument("--threads", nargs="+", type=positive_int, default=[1, 2])
+    decode.add_argument("--tokens", type=positive_int, default=24, help="decode steps per window (default %(default)s)")
+    decode.add_argument("--rounds", type=positive_int, default=2, help="rounds of windows ABBA (default %(default)s)")
     decode.add_argument(
         "--kv-dtype",
         choices=("float32", "bfloat16"),
@@ -47,13 +49,6 @@ def run_decode(arguments: argparse.Namespace) -> int:
     from tandem.bench import decode
 
     return decode.main(arguments)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not allowed, it must be at least 1")
-    return value
 
 
 def _draft_len(text: str) -> int:

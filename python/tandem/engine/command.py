@@ -94,6 +94,14 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return given | {"drafter": drafter_of(arguments)}
 
 
+def positive_int(text: str) -> int:
+    """An option's value; an error of the command line unless it is an integer >= 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not allowed, it must be at least 1")
+    return value
+
+
 def add_drafter_option(parser: argparse._ActionsContainer) -> None:
     """Add ``--drafter``, which `drafter_of` reads."""
     parser.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ def error_response(error: ApiError) -> Response:
     return json_response(error.body(), error.status, error.headers())
 
 
-class GeneratedAnswer(Response):
+class GeneratedAnswer(Response, ABC):
     """An answer that generations make; they are aborted if the client goes, or at the deadline.
 
     Args:
@@ -74,9 +75,9 @@ class GeneratedAnswer(Response):
         except TimeoutError:
             raise ApiError(504, "the request took longer than the server allows", code="timeout") from None
 
+    @abstractmethod
     async def send_answer(self, send: Send) -> None:
         """Send the answer."""
-        raise NotImplementedError
 
 
 class JsonAnswer(GeneratedAnswer):

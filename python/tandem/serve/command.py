@@ -7,7 +7,7 @@ import importlib
 import logging
 from pathlib import Path
 
-from tandem.engine.command import add_engine_options, engine_options
+from tandem.engine.command import add_engine_options, engine_options, positive_int
 
 _PACKAGES = ("msgspec", "pydantic", "starlette", "uvicorn", "uvloop", "httptools", "zmq")
 _DEFAULT_PROMPT_SD = 0.03
@@ -25,12 +25,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     http.add_argument("--api-key", action="append", default=[], help="key that requests must bear; may be repeated")
     http.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line, unseen in process lists")
-    http.add_argument("--max-body-bytes", type=_positive_int, default=8 * 2**20, help="default %(default)s")
+    http.add_argument("--max-body-bytes", type=positive_int, default=8 * 2**20, help="default %(default)s")
     http.add_argument("--access-log", action="store_true", help="log each request")
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument(
         "--max-requests",
-        type=_positive_int,
+        type=positive_int,
         default=256,
         help="generations that may run or wait at once; more get 429 (default %(default)s)",
     )
@@ -143,13 +143,6 @@ def _keys_in(file: Path | None) -> list[str]:
 def _baseline(text: str) -> tuple[float, float]:
     rate, comma, deviation = text.partition(",")
     return float(rate), float(deviation) if comma else _DEFAULT_PROMPT_SD
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not allowed, it must be at least 1")
-    return value
 
 
 def _seconds(text: str) -> float:

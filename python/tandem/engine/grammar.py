@@ -81,8 +81,8 @@ class GrammarCompiler:
         """A matcher at the start of its text.
 
         Raises:
-            InvalidParameterError: the grammar is malformed, too large or fits no text, or starts after something that is
-                no token.
+            InvalidParameterError: the grammar is malformed or too large, no text fits it, or it starts after something
+                that is no token.
         """
         starts_after = None if grammar.starts_after is None else self._tokenizer.token_id(grammar.starts_after)
         if starts_after is None and grammar.starts_after is not None:
@@ -109,7 +109,7 @@ class GrammarCompiler:
         return GrammarMatcher(matcher, starts_after, -(-self._vocab_size // _BITS))
 
     def _can_begin(self, matcher: llguidance.LLMatcher) -> bool:
-        """Whether a text has a first token. What a large grammar costs is paid here, and not by a step of the engine."""
+        """Whether a text has a first token. What a large grammar costs is paid here, not by a step of the engine."""
         mask = np.zeros((1, -(-self._vocab_size // _BITS)), dtype=np.int32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         allowed = np.flatnonzero(unpack_masks(mask, self._vocab_size)[0])

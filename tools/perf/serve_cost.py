@@ -22,6 +22,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -48,34 +49,54 @@ def _percentile(seconds: list[float], share: float) -> float:
     return sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))]
 
 
+class _Stream(asyncio.Protocol):
+    """Asks for one chat completion and reads its events; `done` has the number of tokens that came, once all did."""
+
+    def __init__(self, num_tokens: int, measured: Measured) -> None:
+        message = {"role": "user", "content": "stamp=1"}
+        body = {"model": "scripted", "messages": [message], "max_tokens": num_tokens, "stream": True}
+        self._body = json.dumps(body | {"thinking_mode": "disabled"}).encode()
+        self._measured = measured
+        self._rest = b""
+        self._num_tokens = 0
+        self._start = 0.0
+        self._ended = False
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self._start = time.monotonic()
+        transport.write(head.encode() + f"content-length: {len(self._body)}\r\n\r\n".encode() + self._body)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.monotonic_ns()
+        whole, newline, self._rest = (self._rest + data).rpartition(b"\n")
+        lines = whole + newline
+        self._ended |= b"data: [DONE]" in lines
+        for content in _CONTENT.findall(lines):
+            stamps = content.split()
+            if not stamps:
+                continue
+            self._num_tokens += len(stamps)
+            self._measured.num_events += 1
+            added = [(now - int(stamp)) / 1e9 for stamp in stamps]
+            self._measured.added_s += added
+            if now / 1e9 - self._start > _START_S:
+                self._measured.steady_s += added
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._ended:
+            self.done.set_result(self._num_tokens)
+        else:
+            self.done.set_exception(ConnectionError(f"the stream ended after {self._num_tokens} tokens: {error}"))
+
+
 async def _stream(port: int, num_tokens: int, measured: Measured) -> None:
     """One chat completion, read to its end."""
-    message = {"role": "user", "content": "stamp=1"}
-    body = {"model": "scripted", "messages": [message], "max_tokens": num_tokens, "stream": True}
-    data = json.dumps(body | {"thinking_mode": "disabled"}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    start = time.monotonic()
-    writer.write(head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data)
-    seen = 0
-    while not (line := await reader.readline()).startswith(b"data: [DONE]"):
-        if not line:
-            raise ConnectionError(f"the stream ended after {seen} of {num_tokens} tokens")
-        if not line.startswith(b"data: "):
-            continue
-        now = time.monotonic_ns()
-        match = _CONTENT.search(line)
-        if match is None or not match[1]:
-            continue
-        stamps = match[1].split()
-        seen += len(stamps)
-        measured.num_events += 1
-        added = [(now - int(stamp)) / 1e9 for stamp in stamps]
-        measured.added_s += added
-        if now / 1e9 - start > _START_S:
-            measured.steady_s += added
+    loop = asyncio.get_running_loop()
+    _, stream = await loop.create_connection(lambda: _Stream(num_tokens, measured), "127.0.0.1", port)
+    seen = await stream.done
     measured.num_tokens += seen
-    writer.close()
     if seen != num_tokens:
         raise ConnectionError(f"{seen} tokens came of {num_tokens}")
 

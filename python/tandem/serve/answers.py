@@ -104,20 +104,14 @@ class EventStream(GeneratedAnswer):
     def __init__(self, job: Job, deadline: float, events: AsyncIterator[bytes]) -> None:
         super().__init__(job, deadline)
         self.events = events
+        self.has_begun = False
 
     async def send_by_deadline(self, send: Send) -> None:
         """Send the events, and what went wrong as the last one."""
-        started = False
-
-        async def start_once(message: Any) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
         try:
-            await super().send_by_deadline(start_once)
+            await super().send_by_deadline(send)
         except ApiError as error:
-            if not started:
+            if not self.has_begun:
                 raise
             await send({"type": "http.response.body", "body": event(error.body())})
 
@@ -125,6 +119,7 @@ class EventStream(GeneratedAnswer):
         """Send the events as they come."""
         first = await anext(self.events)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        self.has_begun = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": first, "more_body": True})
         async for data in self.events:

@@ -6,6 +6,7 @@ the pipe open for as long as it lives, so its death is seen at once, however it 
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -269,6 +270,9 @@ def serve_engine(build: Build, addresses: tuple[str, str]) -> int:
         outbox.close()
         context.term()
         return EXIT_ENGINE_STOPPED
+    # The model's objects stay: looking through them again for garbage would hold up a step for tens of milliseconds.
+    gc.collect()
+    gc.freeze()
     outbox.put(built.ready)
     code = 0
     try:

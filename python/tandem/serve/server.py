@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from types import FrameType
@@ -80,6 +81,9 @@ async def _serve(
     print(
         f"tandem: listening on http://{_in_url(options.host)}:{port}, loading {options.served_model_name}", flush=True
     )
+    # What is there now stays: looking through it again for garbage would hold up every stream for tens of milliseconds.
+    gc.collect()
+    gc.freeze()
     tasks = [asyncio.create_task(task) for task in (_announce(client, server), _drain(client, server, options))]
     try:
         await server.serve(sockets=[listener])

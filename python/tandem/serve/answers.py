@@ -39,6 +39,11 @@ def error_response(error: ApiError) -> Response:
     return json_response(error.body(), error.status, error.headers())
 
 
+def fault(error: Exception) -> ApiError:
+    """The answer where the server itself is at fault."""
+    return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
+
+
 class GeneratedAnswer(Response, ABC):
     """An answer that generations make; they are aborted if the client goes, or at the deadline.
 
@@ -114,6 +119,10 @@ class EventStream(GeneratedAnswer):
             if not self.has_begun:
                 raise
             await send({"type": "http.response.body", "body": event(error.body())})
+        except Exception as error:  # raised again, for the log
+            if started:
+                await send({"type": "http.response.body", "body": event(fault(error).body())})
+            raise
 
     async def send_answer(self, send: Send) -> None:
         """Send the events as they come."""

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.serve.answers import error_response, json_response
+from tandem.serve.answers import error_response, fault, json_response
 from tandem.serve.chat import chat, encode_conversation
 from tandem.serve.completions import complete
 from tandem.serve.errors import ApiError, bad_request
@@ -28,8 +28,8 @@ from tandem.serve.protocol import (
     CompletionBody,
     DetokenizeBody,
     TokenizeChatBody,
-    TokenizeTextBody,
     parse_body,
+    parse_tokenize_body,
 )
 from tandem.serve.service import Service
 
@@ -63,7 +63,7 @@ def make_app(service: Service) -> ASGIApp:
         routes=routes,
         exception_handlers={ApiError: endpoints.on_api_error, HTTPException: _on_http_error, Exception: _on_fault},
     )
-    return _Keys(app, service.options.api_keys)
+    return _Keys(app, service)
 
 
 class _Endpoints:
@@ -88,16 +88,29 @@ class _Endpoints:
         too_long = ApiError(413, f"the body is longer than {options.max_body_bytes} bytes", code="body_too_large")
         if not length.isdecimal() or int(length) > options.max_body_bytes:
             raise too_long
-        data = bytearray()
+
+        async def read() -> bytes:
+            data = bytearray()
+            async for part in request.stream():
+                data += part
+                if len(data) > options.max_body_bytes:
+                    raise too_long
+            return bytes(data)
+
+        # A body that is slow to come must not hold up the server's end.
+        body, ending = asyncio.ensure_future(read()), asyncio.ensure_future(self._service.client.ending.wait())
         try:
-            async with asyncio.timeout(options.request_timeout_s):
-                async for part in request.stream():
-                    data += part
-                    if len(data) > options.max_body_bytes:
-                        raise too_long
-        except TimeoutError:
-            raise ApiError(408, "the body did not arrive in time", code="timeout") from None
-        return bytes(data)
+            await asyncio.wait((body, ending), timeout=options.request_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if body.done():
+                return body.result()
+            if ending.done():
+                raise self._service.client.not_ready()
+            raise ApiError(408, "the body did not arrive in time", code="timeout")
+        except ClientDisconnect:
+            raise bad_request("the client went before its body had come") from None
+        finally:
+            body.cancel()
+            ending.cancel()
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -121,7 +134,12 @@ class _Endpoints:
         if asked not in (None, "read"):
             raise bad_request(f"window={asked!r} is not allowed: read", "window")
         wanted: StepsWanted = "drain" if request.method == "POST" else "none" if asked is None else "read"
-        reply = await self._service.client.stats(wanted)
+        wait_s = self._service.options.stall_s
+        try:
+            async with asyncio.timeout(wait_s):
+                reply = await self._service.client.stats(wanted)
+        except TimeoutError:
+            raise ApiError(503, f"the engine did not answer for {wait_s:g} s", code="engine_stalled") from None
         window = {} if reply.steps is None else {"window": reply.steps.to_dict()}
         return json_response(reply.stats.to_dict() | window)
 
@@ -142,17 +160,13 @@ class _Endpoints:
         return error_response(error)
 
     async def tokenize(self, request: Request) -> Response:
-        data = await self._read(request)
-        # A conversation has messages, a text has a prompt; the body's other fields depend on which it is.
-        if b'"messages"' in data:
-            conversation = parse_body(TokenizeChatBody, data)
-            self._service.check_model(conversation.model)
-            opens_reply = conversation.add_generation_prompt is not False
-            ids = await encode_conversation(self._service, conversation, add_generation_prompt=opens_reply)
+        body = parse_tokenize_body(await self._read(request))
+        self._service.check_model(body.model)
+        if isinstance(body, TokenizeChatBody):
+            opens_reply = body.add_generation_prompt is not False
+            ids = await encode_conversation(self._service, body, add_generation_prompt=opens_reply)
         else:
-            text = parse_body(TokenizeTextBody, data)
-            self._service.check_model(text.model)
-            ids = await self._service.encode(text.prompt)
+            ids = await self._service.encode(body.prompt)
         ready = self._service.ready
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": ready.max_model_len})
 
@@ -163,7 +177,8 @@ class _Endpoints:
         for token_id in body.tokens:
             if not 0 <= token_id < vocab_size:
                 raise bad_request(f"tokens holds token id {token_id}; allowed are 0 to {vocab_size - 1}", "tokens")
-        text = self._service.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+        hides = bool(body.skip_special_tokens)
+        text = await asyncio.to_thread(self._service.tokenizer.decode, body.tokens, skip_special_tokens=hides)
         return json_response({"prompt": text})
 
     async def health(self, request: Request) -> Response:
@@ -181,9 +196,10 @@ class _Endpoints:
 class _Keys:
     """Lets requests through that bear one of the keys."""
 
-    def __init__(self, app: ASGIApp, keys: Any) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
-        self._expected = [f"Bearer {key}".encode() for key in keys]
+        self._count_refused = service.metrics.count_refused
+        self._expected = [f"Bearer {key}".encode() for key in service.options.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, as ASGI asks for."""
@@ -191,9 +207,9 @@ class _Keys:
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
             # Every key is compared, each in a time that does not tell how much of it was right.
             if sum(hmac.compare_digest(given, expected) for expected in self._expected) == 0:
-                await error_response(ApiError(401, "the API key is missing or wrong", code="invalid_api_key"))(
-                    scope, receive, send
-                )
+                refusal = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+                self._count_refused(refusal.status)
+                await error_response(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -209,4 +225,4 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_fault(request: Request, error: Exception) -> Response:
     # Starlette raises it again for the log.
-    return error_response(ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error"))
+    return error_response(fault(error))

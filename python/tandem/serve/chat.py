@@ -48,7 +48,7 @@ async def chat(service: Service, body: ChatBody, deadline: float) -> Response:
         return EventStream(job, deadline, answer.events(job))
 
     async def whole() -> dict[str, Any]:
-        return answer.whole(await outputs_of(job, service.client))
+        return answer.whole(await outputs_of(job, service.client, body))
 
     return JsonAnswer(job, deadline, whole)
 
@@ -228,7 +228,7 @@ class _Chat:
         while job.num_unfinished:
             data = []
             for index, piece in await job.take():
-                raise_failure(piece.end, self._service.client)
+                raise_failure(piece.end, self._service.client, self._body)
                 generated += piece.num_tokens
                 choices = [] if index in begun else [_chunk_choice(index, {"role": "assistant", "content": ""})]
                 begun.add(index)

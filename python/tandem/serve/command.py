@@ -23,7 +23,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     http.add_argument(
         "--port", type=int, default=8000, help="port to listen on, 0 for a free one (default %(default)s)"
     )
-    http.add_argument("--api-key", action="append", default=[], help="key that requests must bear; may be repeated")
+    http.add_argument(
+        "--api-key", action="append", type=_key, default=[], help="key that requests must bear; may be repeated"
+    )
     http.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line, unseen in process lists")
     http.add_argument("--max-body-bytes", type=positive_int, default=8 * 2**20, help="default %(default)s")
     http.add_argument("--access-log", action="store_true", help="log each request")
@@ -138,6 +140,12 @@ def _keys_in(file: Path | None) -> list[str]:
     if not keys:
         raise ServerSetupError(f"{file} holds no key; one a line is expected")
     return keys
+
+
+def _key(text: str) -> str:
+    if not text or text != text.strip():
+        raise argparse.ArgumentTypeError("a key may not be empty, nor begin or end with a blank")
+    return text
 
 
 def _baseline(text: str) -> tuple[float, float]:

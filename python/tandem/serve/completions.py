@@ -40,7 +40,7 @@ async def complete(service: Service, body: CompletionBody, deadline: float) -> R
         return EventStream(job, deadline, answer.events(job))
 
     async def whole() -> dict[str, Any]:
-        return answer.whole(await outputs_of(job, service.client))
+        return answer.whole(await outputs_of(job, service.client, body))
 
     return JsonAnswer(job, deadline, whole)
 
@@ -97,7 +97,7 @@ class _Completion:
         while job.num_unfinished:
             data = []
             for index, piece in await job.take():
-                raise_failure(piece.end, self._service.client)
+                raise_failure(piece.end, self._service.client, self._body)
                 text, reason = ("" if self._echo_only else piece.text), None
                 if index not in begun:
                     begun.add(index)

@@ -143,6 +143,7 @@ class EngineClient:
         self.ready: Ready | None = None
         self.died = asyncio.Event()
         self.draining = False
+        self.ending = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -200,6 +201,7 @@ class EngineClient:
     async def drain(self, grace_s: float) -> None:
         """Take nothing more, and let what runs end; what still does after ``grace_s`` is aborted."""
         self.draining = True
+        self.ending.set()
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
         except TimeoutError:
@@ -222,6 +224,10 @@ class EngineClient:
             return f"the engine has {len(self._unfinished)} requests and made no progress for {waited_s:.1f} s"
         return None
 
+    def not_ready(self) -> ApiError:
+        """The answer to a request that the engine cannot take."""
+        return ApiError(503, self.unhealthy() or "", code="not_ready", retry_after_s=RETRY_AFTER_S)
+
     # Requests.
 
     @property
@@ -239,7 +245,7 @@ class EngineClient:
         if len(generations) > most:
             raise bad_request(f"the request asks for {len(generations)} generations; at most {most} run at once")
         if self.ready is None or self.draining or self.died.is_set():
-            raise ApiError(503, self.unhealthy() or "", code="not_ready", retry_after_s=RETRY_AFTER_S)
+            raise self.not_ready()
         if len(self._unfinished) + len(generations) > most:
             raise ApiError(
                 429,
@@ -271,7 +277,7 @@ class EngineClient:
             ApiError: the engine is not there (503).
         """
         if self.ready is None or self.died.is_set():
-            raise ApiError(503, self.unhealthy() or "", code="not_ready", retry_after_s=RETRY_AFTER_S)
+            raise self.not_ready()
         call_id = next(self._request_ids)
         future: asyncio.Future[StatsReply] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
@@ -331,6 +337,7 @@ class EngineClient:
         # What it sent before its end is on the way still.
         await asyncio.sleep(0.05)
         self.died.set()
+        self.ending.set()
         text = f"the engine process ended with code {code}"
         if self._started is not None and not self._started.done():
             self._started.set_exception(EngineStartError(f"{text} while it was loading the model"))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+_MAX_TEXT = 1000
+
 
 class ApiError(Exception):
     """A request that is answered with an error; the body has the form that OpenAI's clients read.
 
     Args:
         status: HTTP status.
-        message: names what was given and what is allowed.
+        message: names what was given and what is allowed; cut in the middle where what was given is long.
         param: the field at fault.
         code: a word for programs.
         retry_after_s: value of the Retry-After header.
@@ -27,8 +29,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _cut(message)
+        self.param = None if param is None else _cut(param)
         self.code = code
         self.retry_after_s = retry_after_s
 
@@ -57,6 +59,11 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers
+
+
+def _cut(text: str) -> str:
+    """Without its middle where it is too long: an answer repeats no more than a little of a request."""
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 4 :]}"
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

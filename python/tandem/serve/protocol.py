@@ -165,7 +165,11 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    # What clients repeat of a reply that has none of these.
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
 
 class FunctionSpec(Body):
@@ -227,6 +231,23 @@ class DetokenizeBody(Body):
     model: str | None = None
     tokens: list[int]
     skip_special_tokens: bool | None = None
+
+
+class _MaybeConversation(BaseModel):
+    messages: Any = None
+
+
+def parse_tokenize_body(data: bytes) -> TokenizeTextBody | TokenizeChatBody:
+    """Read a body of ``/tokenize``: a conversation has messages, a text has a prompt.
+
+    Raises:
+        ApiError: as `parse_body`.
+    """
+    try:
+        is_chat = "messages" in _MaybeConversation.model_validate_json(data).model_fields_set
+    except pydantic.ValidationError:
+        is_chat = False  # it is no object at all, which is said below
+    return parse_body(TokenizeChatBody, data) if is_chat else parse_body(TokenizeTextBody, data)
 
 
 _T = TypeVar("_T", bound=Body)

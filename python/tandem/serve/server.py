@@ -27,6 +27,8 @@ EXIT_OK = 0
 EXIT_ENGINE_DIED = 3
 # After the grace, aborted requests still have to reach their clients.
 _LAST_WORDS_S = 2
+# Nothing is generated any more, so what clients do not take at once must not put off a new start.
+_LAST_WORDS_OF_THE_DEAD_S = 0.4
 
 
 class _HttpServer(uvicorn.Server):
@@ -110,6 +112,8 @@ async def _announce(client: EngineClient, server: _HttpServer) -> None:
     await client.died.wait()
     _log.error("the engine process has died; the server ends")
     server.should_exit = True
+    await asyncio.sleep(_LAST_WORDS_OF_THE_DEAD_S)
+    server.force_exit = True
 
 
 async def _drain(client: EngineClient, server: _HttpServer, options: ServerOptions) -> None:

@@ -59,7 +59,7 @@ class Service:
     def ready(self) -> Ready:
         """What the engine told of itself; raises a 503 before it did."""
         if self.client.ready is None:
-            raise ApiError(503, self.client.unhealthy() or "", code="not_ready", retry_after_s=1)
+            raise self.client.not_ready()
         return self.client.ready
 
     def check_model(self, name: str | None) -> None:
@@ -152,22 +152,28 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-async def outputs_of(job: Job, client: EngineClient) -> list[Piece]:
+async def outputs_of(job: Job, client: EngineClient, body: SamplingBody) -> list[Piece]:
     """The whole outputs of a job's generations, in order; raises an `ApiError` where one failed."""
     outputs: dict[int, Piece] = {}
     while job.num_unfinished:
         for index, piece in await job.take():
-            raise_failure(piece.end, client)
+            raise_failure(piece.end, client, body)
             outputs[index] = piece
     return [outputs[index] for index in sorted(outputs)]
 
 
-def raise_failure(end: End | None, client: EngineClient) -> None:
+def raise_failure(end: End | None, client: EngineClient, body: SamplingBody) -> None:
     """Raises an `ApiError` for an end that is none of the request's own."""
     if end is None or end.finish_reason in ("stop", "length"):
         return
     if end.refused:
-        raise bad_request(end.error or "", end.param)
+        param, text = end.param, end.error or ""
+        if param == "grammar" and body.grammar is None:
+            # The engine's name for what the reply must follow, wherever it came from.
+            is_form = body.response_format is not None and body.response_format.type != "text"
+            param = "response_format" if is_form else "tools"
+            text = f"{param}={text.removeprefix('grammar=')}"
+        raise bad_request(text, param)
     if end.finish_reason == "error" and not client.died.is_set():
         raise ApiError(500, f"the generation failed: {end.error}", code="generation_failed")
     reason = end.error or client.unhealthy() or "it was aborted"

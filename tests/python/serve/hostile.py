@@ -17,6 +17,7 @@ _FIELD_VALUES: list[tuple[str, Any]] = [
     ("top_p", 1.1),
     ("top_k", -1),
     ("top_k", 1.5),
+    ("top_k", 10**4000),
     ("min_p", -0.5),
     ("min_p", 2),
     ("repetition_penalty", 0),
@@ -62,9 +63,15 @@ _FIELD_VALUES: list[tuple[str, Any]] = [
     ("response_format", {"type": "yaml"}),
     ("response_format", {"type": "json_schema"}),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": 3}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {"$ref": "file:///etc/passwd"}}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "x" * 20_000}}}),
     ("grammar", {"type": "regex", "source": ""}),
     ("grammar", {"type": "regex", "source": "("}),
     ("grammar", {"type": "grammar", "source": "start: nothing"}),
+    ("grammar", {"type": "regex", "source": "((a{1000}){1000}){1000}"}),
+    ("grammar", {"type": "regex", "source": "(" * 20_000}),
+    ("grammar", {"type": "grammar", "source": 'start: "a" start'}),
     ("grammar", "[a-z]+"),
     ("model", None),
     ("model", 3),
@@ -103,6 +110,7 @@ _CHAT_VALUES: list[tuple[str, Any]] = [
     ("top_logprobs", 2),
     ("thinking_mode", "loud"),
     ("reasoning_effort", "high"),
+    ("chat_template_kwargs", {"y" * 20_000: 1}),
 ]
 
 
@@ -137,6 +145,8 @@ def bodies() -> list[Hostile]:
     for name, value in _CHAT_VALUES:
         shown = json.dumps(value)
         found.append((f"chat {name}={shown[:40]}", CHAT, json.dumps(_CHAT | {name: value}).encode(), 400, name))
+    found.append(("a long model", COMPLETIONS, json.dumps(_TEXT | {"model": "m" * 20_000}).encode(), 404, "model"))
+    found.append(("a long field", COMPLETIONS, json.dumps(_TEXT | {"k" * 20_000: 1}).encode(), 400, "k" * 500))
     found.append(("another model", COMPLETIONS, json.dumps(_TEXT | {"model": "gpt"}).encode(), 404, "model"))
     found.append(("no prompt", COMPLETIONS, b'{"model": "tiny"}', 400, "prompt"))
     found.append(("too long a body", COMPLETIONS, json.dumps(_TEXT | {"prompt": "x" * 60_000}).encode(), 413, None))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import unquote
 
+from tandem.engine.errors import EngineClosedError
 from tandem.engine.outputs import Delta, FinishReason, RequestOutput, Timings
 from tandem.engine.params import SamplingParams
 from tandem.serve.engine_process import BuiltForServing, serve_engine
@@ -32,13 +33,15 @@ _T = TypeVar("_T")
 
 @dataclass
 class Script:
-    """``word``: what each token says. ``fail_after``: tokens before an error. ``stall_after``: tokens before the whole
-    engine stands still for ``stall_s``. ``stamp``: each token says the time instead, in nanoseconds of the monotonic
-    clock. ``spell``: the reply, a character a token, then its end.
+    """``word``: what each token says. ``fail_after``: tokens before an error. ``die_after``: tokens before the engine's
+    thread ends. ``stall_after``: tokens before the whole engine stands still for ``stall_s``. ``stamp``: each token
+    says the time instead, in nanoseconds of the monotonic clock. ``spell``: the reply, a character a token, then its
+    end.
     """
 
     word: str = "abc"
     fail_after: int = -1
+    die_after: int = -1
     stall_after: int = -1
     stall_s: float = 0.0
     stamp: int = 0
@@ -83,7 +86,8 @@ class ScriptedEngine:
         self._next_id = 0
         self._num_aborted = 0
         self.num_steps = 0
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, sink: Callable[[Delta], None], *, stream: bool
@@ -97,6 +101,8 @@ class ScriptedEngine:
         self._put(request_id)
 
     def call(self, run: Callable[[], _T]) -> Future[_T]:
+        if not self._thread.is_alive():
+            raise EngineClosedError("the engine's thread has ended")
         future: Future[_T] = Future()
         self._put(lambda: future.set_result(run()))
         return future
@@ -135,6 +141,8 @@ class ScriptedEngine:
             if not self._running:
                 continue
             for running in list(self._running.values()):
+                if len(running.token_ids) == running.script.die_after:
+                    return
                 self._advance(running)
             self.num_steps += 1
             next_round = max(next_round + self._interval_s, time.monotonic())
@@ -150,7 +158,7 @@ class ScriptedEngine:
         most = MAX_MODEL_LEN if running.params.max_tokens is None else running.params.max_tokens
         if script.spell:
             most = min(most, len(script.spell))
-        marks = [m for m in (script.stall_after, script.fail_after) if m > done]
+        marks = [m for m in (script.stall_after, script.fail_after, script.die_after) if m > done]
         count = min([self._tokens_per_round, most - done, *(mark - done for mark in marks)])
         new = [7] * count
         running.token_ids += new

@@ -126,6 +126,14 @@ def test_turns_reach_the_template(server: ServerProcess) -> None:
     assert '<tool>{"name": "weather"' in rendered(server, [USER], tools=[TOOL])
 
 
+def test_a_reply_may_be_sent_back_as_the_client_gives_it(client: OpenAI) -> None:
+    message = create(client, **FIELDS).choices[0].message
+    assert message.model_extra["reasoning_content"]
+    counts = {create(client, (USER, m, USER), **FIELDS).usage.prompt_tokens for m in (message, message.model_dump())}
+    assert len(counts) == 1
+    assert counts.pop() > create(client, (USER, USER), **FIELDS).usage.prompt_tokens
+
+
 def test_what_the_template_does_not_know_is_refused(client: OpenAI) -> None:
     for kwargs in ({"whisper": True}, {"messages": []}, {"thinking_mode": "sometimes"}):
         with pytest.raises(BadRequestError) as caught:

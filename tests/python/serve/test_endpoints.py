@@ -29,7 +29,7 @@ def test_the_served_model_is_listed(server: ServerProcess) -> None:
 
 
 def test_text_becomes_tokens_and_comes_back(server: ServerProcess, llm: LLM) -> None:
-    for text in ("hello", "]~b]ai\nKöln [e~[", "x" * 3000):
+    for text in ("hello", "]~b]ai\nKöln [e~[", "x" * 3000, "messages", '"messages"'):
         answer = server.post("/tokenize", {"model": "tiny", "prompt": text}).json
         assert answer["tokens"] == llm.tokenizer.encode(text)
         assert answer["count"] == len(answer["tokens"])
@@ -194,7 +194,10 @@ def test_the_command_line_fills_in_the_options(monkeypatch: pytest.MonkeyPatch, 
     )
 
 
-@pytest.mark.parametrize("option", ["--max-requests=0", "--request-timeout=nan", "--send-timeout=0", "--port=x"])
+@pytest.mark.parametrize(
+    "option",
+    ["--max-requests=0", "--request-timeout=nan", "--send-timeout=0", "--port=x", "--api-key=", "--api-key= x"],
+)
 def test_a_senseless_option_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["serve", "--model", "demo", option])

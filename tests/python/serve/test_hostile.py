@@ -45,10 +45,11 @@ def test_a_hostile_body_is_refused(
     error = answer.json["error"]
     assert error["message"]
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    # What was given is repeated, but not without bound.
+    assert len(answer.body) < 4000
     if field is not None:
         assert error["param"] is not None
-        assert error["param"].split(".")[0] == field or error["param"] == "n", error
-        assert len(error["message"]) < 500
+        assert error["param"].split(".")[0] in (field, f"{field} ") or error["param"] == "n", error
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.python.serve.server_process import Answer, ServerProcess, process_exists, serve_scripted
+from tests.python.serve.test_traffic import HEAD, open_stream
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +70,59 @@ def test_an_engine_that_dies_in_a_stream_cuts_it_with_an_error(tmp_path: Path) -
     assert {event["choices"][0]["finish_reason"] for event in events[:-1]} <= {None}
 
 
+def test_a_server_whose_engines_thread_has_ended_fails_what_runs_and_ends(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, "--interval", "0.01") as server:
+        answer = server.post("/v1/completions", GOOD | {"prompt": "die_after=2", "max_tokens": 4000})
+        assert answer.status == 503
+        assert "engine process" in answer.json["error"]["message"]
+        code, errors = server.wait(10)
+        assert code == 3
+        assert "thread has ended" in errors
+
+
+def test_an_engine_that_dies_while_it_loads_ends_the_server(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, "--load-seconds", "60", wait_ready=False) as server:
+        os.kill(server.engine_pid, signal.SIGKILL)
+        code, errors = server.wait(10)
+        assert code != 0
+        assert "while it was loading the model" in errors
+
+
+def half_a_request(server: ServerProcess) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection.sendall(HEAD + b"{")
+    return connection
+
+
+def test_a_request_that_is_still_coming_does_not_put_off_the_end(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, shutdown_grace_s=20) as server, half_a_request(server) as slow:
+        server.wait_until(lambda: server.get("/live").status == 200, 10)
+        server.signal(signal.SIGTERM)
+        answer = slow.recv(10_000)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"shutting down" in answer
+        code, errors = server.wait(10)
+    assert code == 0
+    assert "Traceback" not in errors
+
+
+def test_clients_that_do_nothing_do_not_put_off_the_end_of_a_server_whose_engine_died(tmp_path: Path) -> None:
+    # 4 kB a token, more than the buffers of both sockets hold.
+    unread = GOOD | {"prompt": "word=" + "x" * 4000, "max_tokens": 4000}
+    rounds = ("--tokens-per-round", "20", "--interval", "0.01")
+    with (
+        serve_scripted(tmp_path, *rounds, shutdown_grace_s=60) as server,
+        half_a_request(server) as slow,
+        open_stream(server, unread),
+    ):
+        server.wait_until(lambda: server.get("/v1/stats").json["steps"] > 50, 20)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        start = time.monotonic()
+        assert server.wait(10)[0] == 3
+        assert time.monotonic() - start < 3 * SOON_S
+        assert slow.recv(10_000).startswith(b"HTTP/1.1 503")
+
+
 def test_the_engine_ends_when_the_http_process_is_killed(tmp_path: Path) -> None:
     with serve_scripted(tmp_path) as server:
         engine = server.engine_pid
@@ -95,6 +150,18 @@ def test_health_turns_when_the_engine_process_falls_silent(tmp_path: Path) -> No
         assert "not been heard of" in server.get("/health").json["reason"]
         os.kill(engine, signal.SIGCONT)
         server.wait_until(lambda: server.get("/health").status == 200, 10)
+
+
+def test_statistics_of_a_silent_engine_are_not_waited_for_without_end(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, stall_s=0.5) as server:
+        engine = server.engine_pid
+        os.kill(engine, signal.SIGSTOP)
+        for method in ("GET", "POST"):
+            answer = server.request(method, "/v1/stats")
+            assert (answer.status, answer.json["error"]["code"]) == (503, "engine_stalled")
+        assert server.get("/metrics").status == 200
+        os.kill(engine, signal.SIGCONT)
+        server.wait_until(lambda: server.get("/v1/stats").status == 200, 10)
 
 
 def test_an_idle_engine_stays_healthy(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import socket
 import struct
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from openai import APIError, AuthenticationError, RateLimitError
+from prometheus_client.parser import text_string_to_metric_families
 
 from tandem import LLM, SamplingParams
 from tests.python.serve.server_process import Answer, ServerProcess, serve_scripted
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.slow
 SCRIPTED = {"model": "scripted", "prompt": "x"}
 KEY = {"authorization": "Bearer second key"}
 TIMEOUT_S = 2.0
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,15 @@ def stats(server: ServerProcess, **headers: str) -> dict[str, Any]:
     return dict(answer.json)
 
 
+def refusals(server: ServerProcess, status: int) -> float:
+    """How many requests ``/metrics`` counts as refused with a status."""
+    for family in text_string_to_metric_families(server.get("/metrics").body.decode()):
+        for sample in family.samples:
+            if sample.name == "tandem:requests_refused_total" and sample.labels["code"] == str(status):
+                return sample.value
+    return 0
+
+
 def open_stream(server: ServerProcess, body: dict[str, Any], **headers: str) -> socket.socket:
     """A connection on which a streamed completion was asked for."""
     data = json.dumps({"stream": True} | body).encode()
@@ -56,6 +68,7 @@ def open_stream(server: ServerProcess, body: dict[str, Any], **headers: str) -> 
 
 
 def test_keys_are_asked_for_except_by_probes(guarded: ServerProcess) -> None:
+    refused = refusals(guarded, 401)
     for headers in (
         {},
         {"authorization": "Bearer wrong"},
@@ -66,6 +79,7 @@ def test_keys_are_asked_for_except_by_probes(guarded: ServerProcess) -> None:
         assert answer.status == 401
         assert answer.headers["www-authenticate"] == "Bearer"
         assert guarded.get("/v1/stats", headers).status == 401
+    assert refusals(guarded, 401) == refused + 8
     assert guarded.get("/health").status == guarded.get("/live").status == 200
     assert guarded.post("/v1/completions", SCRIPTED, KEY).status == 200
     with pytest.raises(AuthenticationError):
@@ -112,6 +126,16 @@ def test_a_head_that_never_ends_is_not_waited_for(guarded: ServerProcess, before
         except ConnectionResetError:
             received += b""
     assert received.count(b"HTTP/1.1 200") == bool(before)
+
+
+def test_a_client_that_goes_before_its_body_has_come_is_no_fault(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path) as server:
+        for sent in (HEAD, HEAD + b"{"):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+                connection.sendall(sent)
+        server.wait_until(lambda: refusals(server, 400) == 2, 10)
+        server.signal(signal.SIGTERM)
+        assert "Traceback" not in server.wait(20)[1]
 
 
 def test_a_failed_generation_ends_its_stream_with_an_error_and_harms_no_neighbour(guarded: ServerProcess) -> None:

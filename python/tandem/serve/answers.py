@@ -120,7 +120,7 @@ class EventStream(GeneratedAnswer):
                 raise
             await send({"type": "http.response.body", "body": event(error.body())})
         except Exception as error:  # raised again, for the log
-            if started:
+            if self.has_begun:
                 await send({"type": "http.response.body", "body": event(fault(error).body())})
             raise
 

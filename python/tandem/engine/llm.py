@@ -256,7 +256,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
+        if not isinstance(prompt, Sequence) or not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
             raise InvalidPromptError("a prompt is a text or a sequence of integer token ids")
         return None, list(prompt)
 
@@ -296,9 +296,7 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt, text or ids, as a list of one."""
-    if _is_prompt(prompts):
-        return [prompts]
-    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+    return [prompts] if _is_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
 
 
 def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:

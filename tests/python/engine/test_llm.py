@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,8 +110,9 @@ def test_one_bad_prompt_of_many_is_refused_before_anything_runs(llm: LLM) -> Non
         llm.generate(["a", "b"], [GREEDY])
     with pytest.raises(InvalidPromptError):
         llm.stream("")
-    with pytest.raises(InvalidPromptError, match="integer"):
-        llm.generate([[1, 2.5]], GREEDY)
+    for no_prompts in ([[1, 2.5]], ["fine", 5], [5, "fine"], np.array([5, 6]), [True]):
+        with pytest.raises(InvalidPromptError, match="integer"):
+            llm.generate(no_prompts, GREEDY)  # type: ignore[arg-type]
     assert llm.stats().scheduler.num_submitted == before
 
 

@@ -256,9 +256,10 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence) or not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
+        ids: object = prompt  # whatever came
+        if not isinstance(ids, Sequence) or any(type(i) is not int for i in ids):
             raise InvalidPromptError("a prompt is a text or a sequence of integer token ids")
-        return None, list(prompt)
+        return None, list(ids)
 
     def _gather(self, arrived: queue.SimpleQueue[Delta], places: dict[int, int], progress: bool) -> list[RequestOutput]:
         import tqdm  # type: ignore[import-untyped]

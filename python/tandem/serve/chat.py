@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
 from typing import Any, cast
 
 from starlette.responses import Response
@@ -22,6 +23,7 @@ from tandem.serve.reasoning import ContentText, ReasoningText
 from tandem.serve.service import Service, grammar_of, new_id, outputs_of, raise_failure, usage_of
 from tandem.serve.token_logprobs import chat_logprobs
 from tandem.serve.tool_calls import Delta, Reply, ReplyParser, ToolCallStart
+from tandem.serve.tool_grammar import call_grammar
 
 _OWN_VARIABLES = ("messages", "tools", "thinking_mode", "add_generation_prompt")
 
@@ -31,7 +33,7 @@ async def chat(service: Service, body: ChatBody, deadline: float) -> Response:
     service.check_model(body.model)
     tools = _tools(body)
     prompt = await encode_conversation(service, body)
-    params = {"max_tokens": _max_tokens(body)} | _grammar(service, body, tools)
+    params = {"max_tokens": _max_tokens(body)} | await _grammar(service, body, tools)
     if body.logprobs:
         params["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs is not None:
@@ -67,7 +69,7 @@ async def encode_conversation(
     for name in variables:
         if name in _OWN_VARIABLES or not template.takes(name):
             raise bad_request(f"the model's chat template takes no {name}", f"chat_template_kwargs.{name}")
-    if body.tools and not (isinstance(body, ChatBody) and body.tool_choice == "none"):
+    if body.tools and not (isinstance(body, ChatBody) and _chosen(body) == "none"):
         if not template.takes("tools"):
             raise bad_request("the model's chat template takes no tools", "tools")
         variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
@@ -105,33 +107,39 @@ def _max_tokens(body: ChatBody) -> int | None:
     return body.max_tokens
 
 
-def _grammar(service: Service, body: ChatBody, tools: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the reply must follow: behind its reasoning where the prompt opens one, else from the start."""
-    reasons = thinking_mode_of(body) == "enabled" and service.tokenizer.token_id(THINK_CLOSE) is not None
+async def _grammar(service: Service, body: ChatBody, tools: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the reply must follow: calls from its first token, other forms behind the reasoning that a prompt opens."""
+    mode = thinking_mode_of(body)
+    reasons = mode == "enabled" and service.tokenizer.token_id(THINK_CLOSE) is not None
     grammar = grammar_of(body, starts_after=THINK_CLOSE if reasons else None)
     if grammar and tools is not None:
         raise bad_request("tools and a form that the reply must follow exclude each other", "tools")
-    return grammar
+    calls = None if tools is None else await asyncio.to_thread(call_grammar, body, service.tokenizer, mode)
+    return grammar if calls is None else {"grammar": asdict(calls)}
+
+
+def _chosen(body: ChatBody) -> str:
+    """Whether tools are called: none, auto or required."""
+    return "auto" if body.tool_choice is None else body.tool_choice.mode
 
 
 def _tools(body: ChatBody) -> Mapping[str, Any] | None:
     """The schemas of the tools that the reply may call, by name; None where it may call none."""
-    if body.tool_choice not in (None, "none", "auto"):
-        raise bad_request(f"tool_choice={body.tool_choice!r} is not supported: none or auto", "tool_choice")
-    if body.parallel_tool_calls is False:
-        raise bad_request("parallel_tool_calls=false is not supported", "parallel_tool_calls")
     if not body.tools:
-        if body.tool_choice == "auto":
+        if body.tool_choice is not None and body.tool_choice.mode != "none":
             raise bad_request("tool_choice is allowed with tools only", "tool_choice")
+        if body.parallel_tool_calls is not None:
+            raise bad_request("parallel_tool_calls is allowed with tools only", "parallel_tool_calls")
         return None
     schemas: dict[str, Any] = {}
     for place, tool in enumerate(body.tools):
         if tool.function.name in schemas:
             raise bad_request(f"tool {tool.function.name!r} is given twice", f"tools.{place}.function.name")
-        if tool.function.strict:
-            raise bad_request("strict=true is not supported", f"tools.{place}.function.strict")
         schemas[tool.function.name] = tool.function.parameters or {}
-    return None if body.tool_choice == "none" else schemas
+    name = None if body.tool_choice is None else body.tool_choice.name
+    if name is not None and name not in schemas:
+        raise bad_request(f"tool_choice names {name!r}, which is none of the tools", "tool_choice")
+    return None if _chosen(body) == "none" else schemas
 
 
 def _turn(service: Service, message: ChatMessage, place: int) -> dict[str, Any]:
@@ -265,9 +273,13 @@ class _Chat:
         return deltas
 
     def _finish_reason(self, index: int, end: End) -> str:
-        """A reply whose calls are complete ends for them; a call that was cut off must not be run."""
+        """A reply whose calls are complete ends for them; a call that was cut off must not be run.
+
+        The call of a named tool was no choice of the model: OpenAI's API, and vLLM, report a plain ``stop``.
+        """
         whole_calls = self._has_calls[index] and not self._parsers[index].unfinished
-        return "tool_calls" if whole_calls and end.finish_reason == "stop" else end.finish_reason
+        chosen = self._body.tool_choice is None or self._body.tool_choice.name is None
+        return "tool_calls" if whole_calls and chosen and end.finish_reason == "stop" else end.finish_reason
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         return chat_logprobs(self._service.tokenizer, piece.logprobs or []) if self._body.logprobs else None

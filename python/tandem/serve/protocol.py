@@ -39,6 +39,18 @@ def _content(value: object) -> object:
     return "".join(texts)
 
 
+def _tool_choice(value: object) -> object:
+    """A choice among tools, in either form."""
+    match value:
+        case None:
+            return None
+        case "none" | "auto" | "required":
+            return {"mode": value}
+        case {"type": "function", "function": {"name": str(name), **inner}, **outer} if not inner and not outer:
+            return {"mode": "required", "name": name}
+    raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": "..."}}')
+
+
 def _is_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
@@ -188,6 +200,18 @@ class ToolSpec(Body):
     function: FunctionSpec
 
 
+class ToolChoice(Body):
+    """Whether a tool is called. A named one is required, as the only one."""
+
+    mode: Literal["none", "auto", "required"]
+    name: str | None = None
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the reply must be a call."""
+        return self.mode == "required"
+
+
 ThinkingMode = Literal["enabled", "disabled", "adaptive"]
 
 
@@ -207,7 +231,7 @@ class ChatBody(SamplingBody, ConversationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
 
 

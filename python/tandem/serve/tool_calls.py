@@ -15,6 +15,7 @@ No text is lost but blanks between tags:
 - A call that the reply's end cuts off is left open: its fragments never make a valid document, so that nobody runs half
   a call (`ToolCallParser.unfinished`).
 - An argument given twice is written twice; readers of JSON keep the last.
+- M3 leaves out arguments that are null; those that their schema requires are restored.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ _TAG = re.compile(rf"[{BLANKS}]{{0,{MAX_BLANKS}}}<(/?)([^<>]{{1,{MAX_TAG_CHARS}}
 _TAG_SO_FAR = re.compile(rf"[{BLANKS}]{{0,{MAX_BLANKS}}}(<[^<>]{{0,{MAX_TAG_CHARS + 1}}})?")
 _LONGEST_TAG = MAX_BLANKS + MAX_TAG_CHARS + 3
 _INVOKE = re.compile(r"""invoke\s+name=(["'])(.+)\1""", re.DOTALL)
+
+
+def is_member_tag(key: str) -> bool:
+    """Whether a tag can have the name of this argument."""
+    tag = _TAG.fullmatch(f"<{key}>")
+    return tag is not None and tag[2] == key.strip() == key and not tag[1] and _INVOKE.fullmatch(key) is None
 
 
 @dataclass(frozen=True)
@@ -75,12 +82,13 @@ class _State(Enum):
 
 @dataclass
 class _Frame:
-    """An open object or array."""
+    """An open object or array; ``keys`` are those of an object's members so far."""
 
     tag: str
     type: ArgumentType
     is_array: bool
     num_members: int = 0
+    keys: set[str] = field(default_factory=set)
 
 
 class ToolCallParser:
@@ -225,16 +233,18 @@ class ToolCallParser:
     def _close_frames(self, level: int) -> None:
         """Close the frames from the innermost to that at ``level``."""
         while len(self._frames) > level:
-            self._write("]" if self._frames[-1].is_array else "}")
+            frame = self._frames[-1]
+            for key in () if frame.is_array else frame.type.required_nulls:
+                if key not in frame.keys:
+                    self._write(f"{self._begin_key(frame, key)}null")
+            self._write("]" if frame.is_array else "}")
             self._frames.pop()
         self._state = _State.MEMBERS if self._frames else _State.BETWEEN
 
     def _begin_member(self, tag: str) -> None:
         frame = self._frames[-1]
         kind = frame.type.item(frame.num_members) if frame.is_array else frame.type.member(tag)
-        comma = ", " if frame.num_members else ""
-        frame.num_members += 1
-        self._write(comma if frame.is_array else f"{comma}{json.dumps(tag, ensure_ascii=False)}: ")
+        self._write(self._begin_key(frame, tag))
         self._value_tag, self._value_type = tag, kind
         if kind.kinds == {"string"} or len(self._frames) == MAX_DEPTH:
             self._write('"')
@@ -242,8 +252,24 @@ class ToolCallParser:
         else:
             self._state = _State.UNDECIDED
 
+    @staticmethod
+    def _begin_key(frame: _Frame, tag: str) -> str:
+        """What stands before the next member's value."""
+        comma = ", " if frame.num_members else ""
+        frame.num_members += 1
+        if frame.is_array:
+            return comma
+        frame.keys.add(tag)
+        return f"{comma}{json.dumps(tag, ensure_ascii=False)}: "
+
     def _end_value(self) -> None:
-        self._write('"' if self._state is _State.STRING else self._value_type.to_json(self._take_parts()))
+        kind = self._value_type
+        if self._state is _State.UNDECIDED and kind.may_be_container and not kind.may_be_string:
+            self._take_parts()
+            self._open_frame(self._value_tag, kind, "array" in kind.kinds)
+            self._close_frames(len(self._frames) - 1)
+            return
+        self._write('"' if self._state is _State.STRING else kind.to_json(self._take_parts()))
         self._state = _State.MEMBERS
 
     def _write(self, fragment: str) -> None:

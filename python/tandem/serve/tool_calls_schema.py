@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import Any
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-# Longer ones are refused as numbers: readers of JSON limit the digits that they convert.
-_MAX_NUMBER_CHARS = 64
-_MAX_ALTERNATIVES = 256
+# Longer ones are refused as numbers: readers of JSON limit the digits that they convert, Python's to 4,300.
+_MAX_NUMBER_CHARS = 4000
+MAX_ALTERNATIVES = 256
+"""Schemas that may hold at one place; further ones are not looked at."""
 _CONTAINERS = frozenset({"array", "object"})
 _KINDS: dict[type, str] = {
     str: "string",
@@ -69,6 +70,13 @@ class ArgumentType:
                 found.append(schema.get("additionalProperties"))
         return ArgumentType(found, self._root)
 
+    @property
+    def required_nulls(self) -> list[str]:
+        """An object's properties that are required and may be null; none where several objects are allowed."""
+        lists = [words for schema in self._alternatives if isinstance(words := schema.get("required"), list)]
+        keys = lists[0] if len(lists) == 1 else []
+        return [key for key in keys if isinstance(key, str) and "null" in self.member(key).kinds]
+
     def item(self, index: int) -> ArgumentType:
         """The type of an array's element."""
         found = []
@@ -83,7 +91,7 @@ class ArgumentType:
     def to_json(self, text: str) -> str:
         """JSON of a value without tags: of an allowed type if the text reads as one, else the text as a string.
 
-        Where a string is allowed it is a string, ``null`` included.
+        Where a string is allowed it is a string, ``null`` included. An empty container's text is not for here.
         """
         value = text.strip()
         if self.may_be_string:
@@ -94,8 +102,6 @@ class ArgumentType:
             return value.lower()
         if self.kinds & {"integer", "number"} and len(value) <= _MAX_NUMBER_CHARS and _NUMBER.fullmatch(value):
             return value
-        if not value and self.kinds & _CONTAINERS:
-            return "[]" if "array" in self.kinds else "{}"
         if _kind_of_json(value) in self.kinds & _CONTAINERS:
             return value
         return json.dumps(text, ensure_ascii=False)
@@ -103,28 +109,29 @@ class ArgumentType:
     def _expand(self, schemas: list[Any]) -> Iterator[dict[str, Any]]:
         """The schemas and all that they refer to, each once."""
         waiting, seen = [schema for schema in reversed(schemas) if isinstance(schema, dict)], set[int]()
-        while waiting and len(seen) < _MAX_ALTERNATIVES:
+        while waiting and len(seen) < MAX_ALTERNATIVES:
             schema = waiting.pop()
             if id(schema) in seen:
                 continue
             seen.add(id(schema))
             yield schema
-            branches: list[Any] = [self._referred(schema.get("$ref"))]
+            branches: list[Any] = [referred(schema.get("$ref"), self._root)]
             for word in ("anyOf", "oneOf", "allOf"):
                 several = schema.get(word)
-                branches += several[:_MAX_ALTERNATIVES] if isinstance(several, list) else []
+                branches += several[:MAX_ALTERNATIVES] if isinstance(several, list) else []
             waiting += [branch for branch in reversed(branches) if isinstance(branch, dict)]
 
-    def _referred(self, reference: Any) -> Any:
-        """The schema at ``#/a/b`` of the root (RFC 6901); None for anything else."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
+
+def referred(reference: Any, root: Any) -> Any:
+    """The schema at ``#/a/b`` of the root (RFC 6901); None for anything else."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    place = root
+    for step in reference[1:].split("/")[1:]:
+        if not isinstance(place, dict):
             return None
-        place = self._root
-        for step in reference[1:].split("/")[1:]:
-            if not isinstance(place, dict):
-                return None
-            place = place.get(step.replace("~1", "/").replace("~0", "~"))
-        return place
+        place = place.get(step.replace("~1", "/").replace("~0", "~"))
+    return place
 
 
 def _kinds_of(schema: dict[str, Any]) -> Iterator[str]:

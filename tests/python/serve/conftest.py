@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from tandem import LLM
+from tandem.engine.tokenizer import NAMESPACE
+from tests.python.engine.byte_tokenizer import byte_tokenizer_json
 from tests.python.engine.checkpoint import make_checkpoint, make_drafter
 from tests.python.serve.server_process import ServerProcess, serve_model
 
@@ -40,6 +42,7 @@ MAX_REQUESTS = 12
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
     make_drafter(path / "eagle3", seed=5)
+    (path / "tokenizer.json").write_text(byte_tokenizer_json(extra_tokens=[NAMESPACE]), encoding="utf-8")
     (path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return path
 

@@ -7,6 +7,12 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _TEXT: dict[str, Any] = {"model": "tiny", "prompt": "x"}
 _CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 
+
+def _strict(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    """A tool whose calls must follow its schema."""
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+
+
 # Values of one field of a completion.
 _FIELD_VALUES: list[tuple[str, Any]] = [
     ("temperature", -0.1),
@@ -105,6 +111,25 @@ _CHAT_VALUES: list[tuple[str, Any]] = [
     ("tools", [{"type": "function", "function": {"name": "no spaces allowed"}}]),
     ("tools", [{"type": "function", "function": {"name": "f"}}] * 2),
     ("tool_choice", "auto"),
+    ("tool_choice", "required"),
+    ("tool_choice", "any"),
+    ("tool_choice", 1),
+    ("tool_choice", {}),
+    ("tool_choice", {"mode": "required"}),
+    ("tool_choice", {"type": "function"}),
+    ("tool_choice", {"type": "function", "name": "f"}),
+    ("tool_choice", {"type": "function", "function": {"name": 1}}),
+    ("tool_choice", {"type": "function", "function": {"name": "f", "strict": True}}),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("tools", _strict({"type": "array"})),
+    ("tools", _strict({"type": "object", "properties": 3})),
+    ("tools", _strict({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}})),
+    ("tools", _strict({"type": "object", "properties": {"a": {"pattern": "(" * 1000, "type": "string"}}})),
+    ("tools", _strict({"type": "object", "properties": {"a": {"type": "object", "required": {}}}})),
+    ("tools", _strict({"type": "object", "properties": {"x" * 300: {}}})),
+    ("tools", _strict({"type": "object", "properties": {"a": {"enum": [{}, "x"]}}})),
+    ("parallel_tool_calls", True),
+    ("parallel_tool_calls", "no"),
     ("parallel_tool_calls", False),
     ("logprobs", 1),
     ("top_logprobs", 2),

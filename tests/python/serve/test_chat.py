@@ -17,6 +17,7 @@ TOOL = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"days": {"type": "integer"}}}},
 }
+FORCED = {"tool_choice": "required"}
 FIELDS: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 12, "ignore_eos": True}
 
 
@@ -141,13 +142,6 @@ def test_what_the_template_does_not_know_is_refused(client: OpenAI) -> None:
         assert caught.value.param == f"chat_template_kwargs.{next(iter(kwargs))}"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_forced_tool_choice_is_refused(client: OpenAI, choice: Any) -> None:
-    with pytest.raises(BadRequestError) as caught:
-        create(client, tools=[TOOL], tool_choice=choice)
-    assert caught.value.param == "tool_choice"
-
-
 def test_no_tool_is_shown_where_none_may_be_chosen(client: OpenAI) -> None:
     shown = create(client, tools=[TOOL], **FIELDS).usage.prompt_tokens
     hidden = create(client, tools=[TOOL], tool_choice="none", **FIELDS).usage.prompt_tokens
@@ -193,7 +187,7 @@ def test_a_reply_follows_a_regular_expression_behind_its_reasoning(client: OpenA
 
 def test_forms_that_cannot_be_met_together_are_refused(client: OpenAI) -> None:
     form = {"type": "json_object"}
-    for fields in ({"tools": [TOOL]}, {"grammar": {"type": "regex", "source": "x"}}):
+    for fields in ({"tools": [TOOL]}, {"grammar": {"type": "regex", "source": "x"}}, {"tools": [TOOL], **FORCED}):
         with pytest.raises(BadRequestError) as caught:
             create(client, response_format=form, **fields)
         assert caught.value.param == next(iter(fields))

@@ -16,7 +16,13 @@ _BODIES: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": "hello"},
     CHAT: {"messages": [{"role": "user", "content": "hello"}]},
 }
-_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def _tools_of(parameters: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters, **more}}]
+
+
+_TOOLS = _tools_of({"type": "object"})
 
 
 @dataclass(frozen=True)
@@ -171,10 +177,13 @@ ROWS = [
     ),
     Row(
         "`tool_choice` required or a named tool, `strict` tools, `parallel_tool_calls` false",
-        "refused",
+        "yes, where the vocabulary has M3's namespace token; a schema that cannot be followed is refused",
         all_of(
-            refused(CHAT, tool_choice="required", parallel_tool_calls=False),
-            refused(CHAT, tools=[{"type": "function", "function": {"name": "f", "strict": True}}]),
+            taken(CHAT, tools=_TOOLS, tool_choice="required"),
+            taken(CHAT, tools=_TOOLS, tool_choice={"type": "function", "function": {"name": "f"}}),
+            taken(CHAT, tools=_tools_of({"type": "object"}, strict=True)),
+            taken(CHAT, tools=_TOOLS, parallel_tool_calls=False),
+            refused(CHAT, tools=_tools_of({"type": "object", "minProperties": 1}, strict=True)),
         ),
     ),
     Row(

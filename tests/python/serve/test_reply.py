@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from tests.python.serve.conftest import TEMPLATE
 from tests.python.serve.server_process import serve_scripted
@@ -97,3 +97,9 @@ def test_a_call_that_is_cut_off_is_never_whole(client: OpenAI) -> None:
             json.loads(calls[0][1])
     for _, _, _, reason in both(client, f"</mm:think>{CALLS}", tools=TOOLS, max_tokens=60):
         assert reason == "length"
+
+
+def test_calls_are_not_bound_where_the_vocabulary_has_no_token_for_them(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        both(client, CALLS, tools=TOOLS, tool_choice="required")
+    assert caught.value.param == "tool_choice"

@@ -1,0 +1,580 @@
+"""Grammars of tool calls: what M3 would write is accepted and read back, nothing else is, and any walk is calls."""
+
+import json
+import random
+import string
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from tandem.engine.chat import ThinkingMode
+from tandem.engine.errors import GrammarError
+from tandem.engine.grammar import Grammar, GrammarCompiler, GrammarMatcher, unpack_masks
+from tandem.engine.tokenizer import END_OF_TURN, THINK_CLOSE, THINK_OPEN, Tokenizer
+from tandem.serve.errors import ApiError
+from tandem.serve.protocol import ChatBody
+from tandem.serve.tool_calls import parse_reply
+from tandem.serve.tool_grammar import call_grammar
+from tests.python.engine.byte_tokenizer import byte_ids, byte_tokenizer
+
+N = "]<]minimax[>["
+TOKENIZER = byte_tokenizer(extra_tokens=[N])
+VOCAB_SIZE = 300
+NAMESPACE_ID = TOKENIZER.token_id(N)
+(END_ID,) = TOKENIZER.end_ids
+COMPILER = GrammarCompiler(TOKENIZER, VOCAB_SIZE, TOKENIZER.end_ids)
+
+Schema = dict[str, Any]
+
+
+def request_of(tools: dict[str, Any], **fields: Any) -> ChatBody:
+    """``tools``: the parameters of each, by name."""
+    listed = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}} for name, parameters in tools.items()
+    ]
+    for tool in listed:
+        tool["function"]["strict"] = bool(fields.get("strict"))  # type: ignore[index]
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": listed}
+    return ChatBody.model_validate(body | {name: value for name, value in fields.items() if name != "strict"})
+
+
+def grammar_of(tools: dict[str, Any], mode: ThinkingMode = "disabled", **fields: Any) -> Grammar:
+    grammar = call_grammar(request_of(tools, **fields), TOKENIZER, mode)
+    assert grammar is not None
+    return grammar
+
+
+def required(tools: dict[str, Any]) -> Grammar:
+    return grammar_of(tools, tool_choice="required")
+
+
+def allowed_next(matcher: GrammarMatcher) -> Any:
+    return np.flatnonzero(unpack_masks(matcher.masks([]), VOCAB_SIZE)[0])
+
+
+def accepts(grammar: Grammar, text: str | list[int]) -> bool:
+    """Whether a reply may be this text and no more."""
+    matcher = COMPILER.matcher(grammar)
+    try:
+        for token in TOKENIZER.encode(text) if isinstance(text, str) else text:
+            matcher.advance(token)
+    except GrammarError:
+        return False
+    return matcher.complete or END_ID in allowed_next(matcher)
+
+
+def tag(name: str, inside: str) -> str:
+    return f"{N}<{name}>{inside}{N}</{name}>"
+
+
+def call(inside: str, name: str = "f") -> str:
+    return f'{N}<invoke name="{name}">{inside}{N}</invoke>'
+
+
+def block(*calls: str) -> str:
+    """As M3's chat template writes calls."""
+    return f"{N}<tool_call>\n" + "".join(f"{each}\n" for each in calls) + f"{N}</tool_call>"
+
+
+def arguments_of(text: str, tools: dict[str, Any], mode: ThinkingMode = "disabled") -> list[tuple[str, Any]]:
+    reply = parse_reply(text, mode, tools)
+    return [(made.name, json.loads(made.arguments)) for made in reply.tool_calls]
+
+
+# Random tools. A sampler gives a value of its schema and the text that M3 writes for it between tags.
+
+Sampler = Callable[[random.Random], tuple[Any, str]]
+
+
+def plain_text(rng: random.Random, least: int = 0, most: int = 8) -> str:
+    pieces = ["a", "Z", "0", " ", '"', "\\", "\n", "]<]", "<item>", "</s>", "é", "😀", "null", "{"]
+    return "".join(rng.choices(pieces, k=rng.randint(least, most)))
+
+
+def random_scalar(rng: random.Random) -> tuple[Schema, Sampler]:
+    def of(values: list[Any]) -> Sampler:
+        def sample(rng: random.Random) -> tuple[Any, str]:
+            value = rng.choice(values)
+            return value, value if isinstance(value, str) else json.dumps(value)
+
+        return sample
+
+    def text(rng: random.Random) -> tuple[str, str]:
+        value = plain_text(rng)
+        return value, value
+
+    low = rng.randint(-50, 50)
+    match rng.randrange(9):
+        case 0:
+            return {"type": "string", "description": "any"}, text
+        case 1:
+            values = rng.sample(["one", "two words", "", "a", "ab", 'q"uote', "näive", "1", "null"], k=3)
+            return rng.choice([{"enum": values}, {"type": "string", "enum": values}]), of(values)
+        case 2:
+            return {"type": "string", "pattern": r"^[a-c]+/\d{2}$"}, of(["a/12", "cab/99"])
+        case 3:
+            return {"type": "string", "minLength": 2, "maxLength": 4}, of(["ab", "ééé", "]<]x"])
+        case 4:
+            return {"type": "integer", "minimum": low, "maximum": low + 20}, of(list(range(low, low + 21)))
+        case 5:
+            return {"type": "integer"}, of([0, -7, 10**12])
+        case 6:
+            return {"type": "number"}, of([0, -1.5, 2.5e-8, 1e20, 3])
+        case 7:
+            return {"type": "boolean"}, of([True, False])
+        case _:
+            return {"enum": [1, 2.5, True]}, of([1, 2.5, True])
+
+
+def random_schema(rng: random.Random, depth: int) -> tuple[Schema, Sampler]:
+    match rng.randrange(10) if depth else 0:
+        case 0 | 1 | 2 | 3:
+            return random_scalar(rng)
+        case 4 | 5:
+            return random_object(rng, depth - 1)
+        case 6:
+            schema, sample = random_schema(rng, depth - 1)
+            least, most = rng.choice([(0, 3), (2, 3), (1, 1)])
+            bounds: Schema = {"minItems": least, "maxItems": most} if (least, most) != (0, 3) else {}
+
+            def items(rng: random.Random) -> tuple[Any, str]:
+                found = [sample(rng) for _ in range(rng.randint(least, most))]
+                return [value for value, _ in found], "".join(tag("item", text) for _, text in found)
+
+            return {"type": "array", "items": schema} | bounds, items
+        case 7:
+            pairs = [random_schema(rng, depth - 1) for _ in range(2)]
+
+            def pair(rng: random.Random) -> tuple[Any, str]:
+                found = [sample(rng) for _, sample in pairs]
+                return [value for value, _ in found], "\n" + "\n".join(tag("item", text) for _, text in found)
+
+            fixed = {"type": "array", "prefixItems": [schema for schema, _ in pairs], "items": False, "minItems": 2}
+            return fixed, pair
+        case 8:
+
+            def mapped(rng: random.Random) -> tuple[Any, str]:
+                value = {key: rng.randint(-9, 9) for key in rng.sample(["a b", "ü", "", "<x>"], k=2)}
+                return value, json.dumps(value, ensure_ascii=False)
+
+            return {"type": "object", "additionalProperties": {"type": "integer"}}, mapped
+        case _:
+
+            def either(rng: random.Random) -> tuple[Any, str]:
+                if rng.random() < 0.5:
+                    value = plain_text(rng)
+                    return value, value
+                values = [rng.randint(0, 9) for _ in range(rng.randint(1, 3))]
+                return values, "".join(tag("item", str(value)) for value in values)
+
+            return {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, either
+
+
+def random_members(rng: random.Random, depth: int) -> tuple[Schema, Callable[[random.Random], dict[str, Any]]]:
+    """An object's schema, and a sampler of its members: (value, text) by key, no text for what is left out."""
+    properties: dict[str, Schema] = {}
+    samplers: dict[str, Sampler] = {}
+    nulls: set[str] = set()
+    for key in rng.sample(["key", "item", "a b", "ü", "invoke", "tool_call", "x-1"], k=rng.randint(1, 4)):
+        properties[key], samplers[key] = random_schema(rng, depth)
+        if rng.random() < 0.25:
+            nulls.add(key)
+            properties[key] = {"anyOf": [properties[key], {"type": "null"}]}
+    needed = [key for key in properties if rng.random() < 0.6]
+
+    def sample(rng: random.Random) -> dict[str, Any]:
+        members: dict[str, Any] = {}
+        for key in properties:
+            if rng.random() < 0.5 or (key in needed and key not in nulls):
+                members[key] = samplers[key](rng)
+            elif key in needed:
+                members[key] = None, None
+        return members
+
+    schema = {"type": "object", "properties": properties, "required": needed}
+    return schema | rng.choice([{}, {"additionalProperties": False}]), sample
+
+
+def in_tags(members: dict[str, Any], between: str = "") -> str:
+    return between.join(tag(key, text) for key, (_, text) in members.items() if text is not None)
+
+
+def random_object(rng: random.Random, depth: int) -> tuple[Schema, Sampler]:
+    schema, sample_members = random_members(rng, depth)
+
+    def sample(rng: random.Random) -> tuple[Any, str]:
+        members = sample_members(rng)
+        return {key: value for key, (value, _) in members.items()}, in_tags(members, rng.choice(["", "\n"]))
+
+    return schema, sample
+
+
+def random_tools(rng: random.Random) -> dict[str, tuple[Schema, Sampler]]:
+    return {name: random_object(rng, depth=2) for name in rng.sample(["f", "get.it", "a_b-c"], k=2)}
+
+
+def test_what_m3_would_write_is_accepted_and_read_back(py_rng: random.Random) -> None:
+    for _ in range(25):
+        tools = random_tools(py_rng)
+        schemas = {name: schema for name, (schema, _) in tools.items()}
+        grammar = required(schemas)
+        for _ in range(4):
+            names = py_rng.choices(list(tools), k=py_rng.randint(1, 3))
+            values = [tools[name][1](py_rng) for name in names]
+            text = block(*(call(inside, name) for name, (_, inside) in zip(names, values, strict=True)))
+            assert accepts(grammar, text), (text, schemas)
+            expected = [(name, value) for name, (value, _) in zip(names, values, strict=True)]
+            assert arguments_of(text, schemas) == expected
+            for name, value in expected:
+                jsonschema.validate(value, schemas[name])
+
+
+def test_a_call_without_a_required_argument_is_rejected(py_rng: random.Random) -> None:
+    num_tried = 0
+    for _ in range(60):
+        schema, sample = random_members(py_rng, depth=1)
+        members = sample(py_rng)
+        for key in schema["required"]:
+            if members[key][1] is None or {"type": "null"} in schema["properties"][key].get("anyOf", []):
+                continue
+            text = block(call(in_tags({other: member for other, member in members.items() if other != key})))
+            others = [name for name in schema["required"] if name != key]
+            assert accepts(required({"f": schema | {"required": others}}), text)
+            assert not accepts(required({"f": schema}), text)
+            num_tried += 1
+    assert num_tried >= 20
+
+
+FIXED: Schema = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string"},
+        "i": {"type": "integer", "minimum": 0, "maximum": 9},
+        "e": {"enum": ["on", "off"]},
+        "o": {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]},
+        "l": {"type": "array", "items": {"type": "number"}, "maxItems": 2},
+    },
+    "required": ["i"],
+}
+GOOD = tag("i", "7")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no call",
+        f"Well: {block(call(GOOD))}",
+        f"{block(call(GOOD))} there",
+        f"\n{block(call(GOOD))}",
+        block(call(GOOD)) * 2,
+        block(),
+        block(call(GOOD, "unknown")),
+        block(call(GOOD, "")),
+        block(call(GOOD)).removesuffix(f"{N}</tool_call>"),
+        block(call(GOOD).removesuffix(f"{N}</invoke>")),
+        block(call("stray" + GOOD)),
+        block(call(GOOD), "stray"),
+        block(call("")),
+        block(call(tag("i", ""))),
+        block(call(tag("i", "12"))),
+        block(call(tag("i", "seven"))),
+        block(call(tag("i", '"7"'))),
+        block(call(tag("i", "7.5"))),
+        block(call(tag("i", " 7"))),
+        block(call(tag("i", "null"))),
+        block(call(GOOD + GOOD)),
+        block(call(GOOD + tag("unknown", "x"))),
+        block(call(GOOD + tag("s", "x"))),  # the order is that of the schema
+        block(call(tag("s", f"a{N}b") + GOOD)),
+        block(call(tag("s", tag("i", "1")) + GOOD)),
+        block(call(GOOD + tag("e", "maybe"))),
+        block(call(GOOD + tag("e", "onoff"))),
+        block(call(GOOD + tag("o", ""))),
+        block(call(GOOD + tag("o", '{"b": true}'))),
+        block(call(GOOD + tag("o", tag("b", "True")))),
+        block(call(GOOD + tag("l", tag("item", "1") * 3))),
+        block(call(GOOD + tag("l", tag("other", "1")))),
+        block(call(GOOD + tag("l", "[1]"))),
+        block(call(GOOD)).replace("</i>", "</s>"),
+    ],
+)
+def test_anything_else_is_rejected(text: str) -> None:
+    assert not accepts(required({"f": FIXED}), text)
+
+
+def test_a_namespace_spelled_letter_by_letter_is_no_tag_and_no_text() -> None:
+    spelled = byte_ids(N.encode())
+    head, tail = f'{N}<tool_call>{N}<invoke name="f">{N}<s>', f"{N}</s>{GOOD}{N}</invoke>{N}</tool_call>"
+    as_token = TOKENIZER.encode(head)
+    assert accepts(required({"f": FIXED}), as_token + TOKENIZER.encode("x" + tail))
+    assert not accepts(required({"f": FIXED}), as_token + spelled + TOKENIZER.encode(tail))
+    assert not accepts(required({"f": FIXED}), byte_ids(head.encode()) + TOKENIZER.encode("x" + tail))
+    free = grammar_of({"f": FIXED}, strict=True)
+    assert accepts(free, TOKENIZER.encode("x") + spelled[:-1])
+    assert not accepts(free, TOKENIZER.encode("x") + spelled)
+
+
+def test_a_named_tool_is_called_once_and_no_other() -> None:
+    tools = {"f": FIXED, "g": {}}
+    grammar = grammar_of(tools, tool_choice={"type": "function", "function": {"name": "g"}})
+    assert accepts(grammar, block(call("", "g")))
+    assert not accepts(grammar, block(call("", "g"), call("", "g")))
+    assert not accepts(grammar, block(call(GOOD, "f")))
+
+
+def test_parallel_calls_are_several_unless_forbidden() -> None:
+    tools = {"f": FIXED, "g": {}}
+    several = block(call(GOOD), call("", "g"))
+    assert accepts(required(tools), several)
+    one = grammar_of(tools, tool_choice="required", parallel_tool_calls=False)
+    assert accepts(one, block(call("", "g")))
+    assert not accepts(one, several)
+    for fields in ({}, {"strict": True}):
+        free = grammar_of(tools, parallel_tool_calls=False, **fields)
+        assert accepts(free, "none")
+        assert accepts(free, f"a {block(call(GOOD))} b")
+        assert not accepts(free, several)
+        assert not accepts(free, block(call(GOOD)) * 2)
+
+
+def test_free_text_may_hold_calls_and_those_of_strict_tools_follow_their_schema() -> None:
+    grammar = grammar_of({"f": FIXED}, strict=True)
+    texts = ["", "no call", "a ]<] b", block(call(GOOD)), f"I think.{THINK_CLOSE}So: {block(call(GOOD))} and"]
+    assert all(accepts(grammar, text) for text in [*texts, "".join(texts)])
+    bad = [block(call(tag("i", "x"))), f"a{N}b", f"{N}<tool_cal>", block(call(GOOD, "g")), f"a{block()}", block(GOOD)]
+    assert not any(accepts(grammar, text) for text in bad)
+
+
+def test_calls_of_tools_that_are_not_strict_are_free_beside_strict_ones() -> None:
+    body = request_of({"f": FIXED, "loose": FIXED})
+    tools = [tool.model_copy(deep=True) for tool in body.tools or []]
+    strict = tools[0].function.model_copy(update={"strict": True})
+    body = body.model_copy(update={"tools": [tools[0].model_copy(update={"function": strict}), tools[1]]})
+    grammar = call_grammar(body, TOKENIZER, "disabled")
+    assert grammar is not None
+    wild = tag("i", "x") + " stray " + tag("any", tag("item", "1") + f"{N}  <deep>{N}</deep>")
+    assert accepts(grammar, block(call(wild, "loose"), call(GOOD, "f")))
+    assert not accepts(grammar, block(call(wild, "f")))
+    assert not accepts(grammar, block(call(f'{N}<invoke name="f">', "loose")))
+
+
+@pytest.mark.parametrize("mode", ["enabled", "adaptive", "disabled"])
+def test_a_forced_call_comes_behind_the_reasoning_of_its_mode(mode: ThinkingMode) -> None:
+    grammar = grammar_of({"f": FIXED}, mode, tool_choice="required")
+    calls = block(call(GOOD))
+    replies = {
+        f"hm, {{1}} <x>{THINK_CLOSE}{calls}": "enabled",
+        f"{THINK_CLOSE}{calls}": "enabled",
+        f"{THINK_OPEN}hm{THINK_CLOSE}{calls}": "adaptive",
+        calls: "not enabled",
+    }
+    for reply, modes in replies.items():
+        fits = mode == modes or (modes == "not enabled" and mode != "enabled")
+        # An opener of the model's own in front of the reasoning is dropped by the parser in every mode.
+        fits = fits or (mode == "enabled" and reply.startswith(THINK_OPEN))
+        assert accepts(grammar, reply) == fits, reply
+        if fits:
+            assert arguments_of(reply, {"f": FIXED}, mode) == [("f", {"i": 7})]
+            assert parse_reply(reply, mode, {"f": FIXED}).content == ""
+    for broken in (f"hm{calls}{THINK_CLOSE}{calls}", f"hm{THINK_CLOSE} so {calls}", f"hm{N}{THINK_CLOSE}{calls}", "hm"):
+        assert not accepts(grammar, broken)
+
+
+def test_without_a_need_a_reply_is_not_bound() -> None:
+    for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "none", "strict": True}, {"parallel_tool_calls": True}):
+        assert call_grammar(request_of({"f": FIXED}, **fields), TOKENIZER, "enabled") is None
+
+
+def walk(grammar: Grammar, rng: random.Random, most: int) -> tuple[str, bool]:
+    """(text, whether it ended) of tokens drawn at random among the allowed ones; tags and ends are drawn more often."""
+    matcher, tokens = COMPILER.matcher(grammar), list[int]()
+    while len(tokens) < most and not matcher.complete:
+        allowed = allowed_next(matcher).tolist()
+        turns = [token for token in allowed if token in (NAMESPACE_ID, END_ID)]
+        token = rng.choice(turns if turns and rng.random() < 0.15 else allowed)
+        if token == END_ID:
+            return TOKENIZER.decode(tokens), True
+        matcher.advance(token)
+        tokens.append(token)
+    return TOKENIZER.decode(tokens), matcher.complete
+
+
+@pytest.mark.parametrize("mode", ["enabled", "adaptive", "disabled"])
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_any_walk_through_the_grammar_is_valid_calls(mode: ThinkingMode, choice: str, py_rng: random.Random) -> None:
+    num_ended = num_calls = 0
+    for _ in range(14):
+        schemas = {name: schema for name, (schema, _) in random_tools(py_rng).items()}
+        grammar = grammar_of(schemas, mode, tool_choice=choice, strict=True)
+        text, ended = walk(grammar, py_rng, 1500)
+        reply = parse_reply(text, mode, schemas)
+        num_ended += ended
+        num_calls += len(reply.tool_calls)
+        assert N not in reply.content + reply.reasoning or not ended, text
+        for made in reply.tool_calls if ended else reply.tool_calls[:-1]:
+            jsonschema.validate(json.loads(made.arguments), schemas[made.name])
+        if choice == "required" and ended:
+            assert reply.content == ""
+            assert reply.tool_calls
+    assert num_ended >= 7
+    assert num_calls >= 3
+
+
+TREE: Schema = {
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/node"}, "maybe": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+    "required": ["root", "maybe"],
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"v": {"type": "integer"}, "next": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+            "required": ["v"],
+        }
+    },
+}
+
+
+def test_references_may_go_in_circles_and_nulls_are_left_out() -> None:
+    grammar = required({"f": TREE})
+    leaf = tag("v", "1")
+    inner = tag("v", "2") + tag("next", tag("item", leaf) + tag("item", leaf + tag("next", "")))
+    assert accepts(grammar, text := block(call(tag("root", inner))))
+    node = {"v": 2, "next": [{"v": 1}, {"v": 1, "next": []}]}
+    assert arguments_of(text, {"f": TREE}) == [("f", {"root": node, "maybe": None})]
+    assert not accepts(grammar, block(call(tag("root", tag("v", "2") + tag("next", tag("item", ""))))))
+    assert not accepts(grammar, block(call(tag("root", leaf) + tag("maybe", "null"))))
+
+
+def test_what_tags_cannot_say_is_json() -> None:
+    one_of = {"oneOf": [{"type": "object", "properties": {"k": {"const": k}}, "required": ["k"]} for k in "ab"]}
+    referring: Schema = {
+        "type": "object",
+        "properties": {"m": {"type": "object", "additionalProperties": {"$ref": "#/$defs/d~1e"}}},
+        "$defs": {"d/e": {"anyOf": [{"type": "integer"}, {"$ref": "#/properties/m"}]}},
+    }
+    for schema, good, bad in [
+        ({"properties": {"m": {"type": "object"}}}, ['{"a":{}}', "{}"], ["x", "[]", "{ }"]),
+        ({"properties": {"m": {"type": ["array", "object"]}}}, ["[1, {}]", "{}"], ["1"]),
+        ({"properties": {"m": {"anyOf": one_of["oneOf"]}}}, ['{"k": "a"}'], ['{"k": "c"}']),
+        ({"properties": {"m": {"type": "array", "items": {"type": ["object", "null"]}}}}, ["x"], []),
+        (referring, ['{"x": 1, "y": {"z": {}}}'], ['{"x": "y"}']),
+    ]:
+        grammar = required({"f": schema})
+        if "x" in good:  # items in tags, each JSON for its null
+            assert accepts(grammar, block(call(tag("m", tag("item", "null") + tag("item", "{}")))))
+            continue
+        for text in good:
+            rendered = block(call(tag("m", text)))
+            assert accepts(grammar, rendered), text
+            assert arguments_of(rendered, {"f": schema}) == [("f", {"m": json.loads(text)})]
+        assert not any(accepts(grammar, block(call(tag("m", text)))) for text in bad)
+
+
+REFUSED = [
+    # (parameters, the place that the error names below the parameters)
+    ({"type": "array"}, ""),
+    ({"anyOf": [{"type": "object"}, {"type": "object"}]}, ""),
+    ({"type": "object", "additionalProperties": {"type": "integer"}}, ".additionalProperties"),
+    ({"properties": 5}, ".properties"),
+    ({"properties": {"a": 5}}, ".properties.a"),
+    ({"properties": {"a": {}}, "required": "a"}, ".required"),
+    ({"properties": {"a": {}}, "required": [1]}, ".required"),
+    ({"properties": {"a": False}, "required": ["a"]}, ".properties.a"),
+    ({"properties": {"a": {}}, "required": ["b"], "additionalProperties": False}, ".properties.b"),
+    ({"properties": {"a": {}}, "minProperties": 1}, ".minProperties"),
+    ({"properties": {"a<b": {}}}, ".properties.a<b"),
+    ({"properties": {" a": {}}}, ".properties. a"),
+    ({"properties": {'invoke name="x"': {}}}, '.properties.invoke name="x"'),
+    ({"properties": {"a": {"$ref": "#/nowhere"}}}, ".properties.a.$ref"),
+    ({"properties": {"a": {"$ref": "http://x"}}}, ".properties.a.$ref"),
+    ({"properties": {"a": {"$ref": "#/properties/a"}}}, ".properties.a"),
+    ({"properties": {"a": {"allOf": [{}, {}]}}}, ".properties.a.allOf"),
+    ({"properties": {"a": {"type": "string", "pattern": "("}}}, ".properties.a.pattern"),
+    ({"properties": {"a": {"type": "string", "pattern": "a)|(b"}}}, ".properties.a.pattern"),
+    ({"properties": {"a": {"type": "string", "pattern": "a(?=b)"}}}, ".properties.a.pattern"),
+    ({"properties": {"a": {"type": "string", "minLength": -1}}}, ".properties.a.minLength"),
+    ({"properties": {"a": {"type": "string", "maxLength": "3"}}}, ".properties.a.maxLength"),
+    ({"properties": {"a": {"type": "string", "not": {}}}}, ".properties.a.not"),
+    ({"properties": {"a": {"enum": ["a", 1]}}}, ".properties.a"),
+    ({"properties": {"a": {"anyOf": [{"enum": ["a"]}, {"type": "integer"}]}}}, ".properties.a.anyOf.1"),
+    ({"properties": {"a": {"oneOf": [{"type": "string"}, {"enum": ["a"]}]}}}, ".properties.a.oneOf"),
+    ({"properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}}}, ".properties.a"),
+    ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, ".properties.a"),
+    ({"properties": {"a": {"type": "array", "minItems": 3, "maxItems": 2}}}, ".properties.a"),
+    ({"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "object"}]}}}, ".properties.a.anyOf.1"),
+    (
+        {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "object", "properties": {"b": {}}}]}}},
+        ".properties.a.anyOf.1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("parameters", "place"), REFUSED, ids=[json.dumps(schema)[:60] for schema, _ in REFUSED])
+def test_a_schema_that_cannot_be_followed_is_refused_by_its_place(parameters: Schema, place: str) -> None:
+    for fields in ({"tool_choice": "required"}, {"strict": True}):
+        with pytest.raises(ApiError) as caught:
+            grammar_of({"fine": {}, "f": parameters}, **fields)
+        assert caught.value.param == f"tools.1.function.parameters{place}"
+        assert caught.value.status == 400
+        assert "\n" not in caught.value.message
+        assert len(caught.value.message) < 500
+
+
+def test_patterns_are_found_anywhere_unless_anchored() -> None:
+    for pattern, good, bad in [
+        ("b", ["b", "abc", "a\nb"], ["", "a"]),
+        ("^b", ["b", "bc\n"], ["ab"]),
+        (r"b\$$", ["ab$"], ["b", "b$c"]),
+        (r"b\\$", ["ab\\"], ["ab"]),
+        ("^a|b$", ["a", "b"], ["c", "cac"]),
+        (r"^[\w/]\W\d\/$", ["a-1/", "/ 2/"], ["é-1/", "a-٣/"]),
+        ("^a\nb$", ["a\nb"], ["ab"]),
+    ]:
+        grammar = required({"f": {"properties": {"s": {"type": "string", "pattern": pattern}}, "required": ["s"]}})
+        for texts, expected in ((good, True), (bad, False)):
+            for text in texts:
+                assert accepts(grammar, block(call(tag("s", text)))) == expected, (pattern, text)
+
+
+def test_many_tools_and_long_schemas_are_taken() -> None:
+    words = ["".join(pair) for pair in zip(string.ascii_lowercase * 40, map(str, range(1000)), strict=False)]
+    chain: Schema = {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {}}
+    for i in range(600):
+        chain["$defs"][str(i)] = {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{i + 1}"}}}
+    chain["$defs"]["600"] = {"type": "boolean"}
+    tools = {f"t{i}": {"properties": {f"p{j}": {"type": "integer"} for j in range(20)}} for i in range(60)}
+    tools |= {"words": {"properties": {"w": {"enum": words}}, "required": ["w"]}, "chain": chain}
+    grammar = required(tools)
+    assert accepts(grammar, block(call(tag("p0", "1") + tag("p19", "2"), "t59"), call(tag("w", words[-1]), "words")))
+    assert not accepts(grammar, block(call(tag("w", "none"), "words")))
+
+
+def test_where_the_vocabulary_has_no_namespace_the_field_at_fault_is_named() -> None:
+    named = {"type": "function", "function": {"name": "f"}}
+    for fields, field in [
+        ({"tool_choice": named, "strict": True}, "tool_choice"),
+        ({"strict": True}, "tools.0.function.strict"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ]:
+        with pytest.raises(ApiError) as caught:
+            call_grammar(request_of({"f": {}}, **fields), byte_tokenizer(), "disabled")
+        assert caught.value.param == field
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_namespace_may_be_a_special_token_or_not(special: bool) -> None:
+    description = json.loads(TOKENIZER.to_json())
+    for token in description["added_tokens"]:
+        token["special"] = special or token["content"] == END_OF_TURN
+    tokenizer = Tokenizer(json.dumps(description))
+    body = request_of({"f": FIXED}, tool_choice="required")
+    grammar = call_grammar(body, tokenizer, "enabled")
+    assert grammar is not None
+    matcher = GrammarCompiler(tokenizer, VOCAB_SIZE, tokenizer.end_ids).matcher(grammar)
+    for token in tokenizer.encode(f"I call{THINK_CLOSE}{block(call(tag('s', 'a') + GOOD))}"):
+        matcher.advance(token)
+    assert matcher.complete

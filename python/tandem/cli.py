@@ -11,6 +11,7 @@ from pathlib import Path
 from tandem.engine.command import add_drafter_option, drafter_of
 from tandem.engine.command import add_parser as add_generate
 from tandem.eval.command import add_parser as add_eval
+from tandem.serve.canary_command import add_parser as add_canary
 from tandem.serve.command import add_parser as add_serve
 from tandem.serve.top import add_parser as add_top
 
@@ -48,6 +49,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     add_generate(subparsers)
     add_eval(subparsers)
     add_serve(subparsers)
+    add_canary(subparsers)
     add_top(subparsers)
     if command == "bench":
         from tandem.bench.command import add_parser as add_bench

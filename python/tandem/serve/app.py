@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.serve.answers import error_response, fault, json_response
+from tandem.serve.canary_watch import CanaryWatch
 from tandem.serve.chat import chat, encode_conversation
 from tandem.serve.completions import complete
 from tandem.serve.errors import ApiError, bad_request
@@ -44,9 +45,9 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Generate = Callable[[Service, _BodyKind, float], Awaitable[Response]]
 
 
-def make_app(service: Service) -> ASGIApp:
-    """The application that serves a model."""
-    endpoints = _Endpoints(service)
+def make_app(service: Service, canary: CanaryWatch | None = None) -> ASGIApp:
+    """The application that serves a model; ``canary`` is what replays prompts beside it."""
+    endpoints = _Endpoints(service, canary)
     routes = [
         Route("/v1/chat/completions", endpoints.generating(ChatBody, chat), methods=["POST"]),
         Route("/v1/completions", endpoints.generating(CompletionBody, complete), methods=["POST"]),
@@ -67,8 +68,9 @@ def make_app(service: Service) -> ASGIApp:
 
 
 class _Endpoints:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, canary: CanaryWatch | None) -> None:
         self._service = service
+        self._canary = canary
 
     def generating(self, kind: type[_BodyKind], run: Generate[_BodyKind]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
@@ -141,7 +143,8 @@ class _Endpoints:
         except TimeoutError:
             raise ApiError(503, f"the engine did not answer for {wait_s:g} s", code="engine_stalled") from None
         window = {} if reply.steps is None else {"window": reply.steps.to_dict()}
-        return json_response(reply.stats.to_dict() | window)
+        canary = {} if self._canary is None else {"canary": self._canary.state()}
+        return json_response(reply.stats.to_dict() | canary | window)
 
     async def metrics(self, request: Request) -> Response:
         """Where the engine does not answer in time, its counters are those of its last answer."""

@@ -60,6 +60,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=30.0,
         help="seconds without progress after which /health turns 503 (default %(default)g)",
     )
+    canary = parser.add_argument_group("canary")
+    canary.add_argument(
+        "--canary",
+        type=_seconds,
+        metavar="SECONDS",
+        help="replay fixed prompts so long after their last run, and compare their answers (default: never)",
+    )
+    canary.add_argument(
+        "--canary-prompts",
+        type=Path,
+        metavar="FILE",
+        help="what is replayed, as `tandem canary` writes it (default: canary.jsonl of the model's folder, else texts "
+        "for any model)",
+    )
+    canary.add_argument(
+        "--canary-allowance",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="accepted drafts by which two answers to a prompt may differ (default %(default)s)",
+    )
     engine = add_engine_options(parser)
     engine.add_argument(
         "--acceptance-baseline",
@@ -111,6 +132,9 @@ def run(arguments: argparse.Namespace) -> int:
         shutdown_grace_s=arguments.shutdown_grace,
         stall_s=arguments.stall_timeout,
         access_log=arguments.access_log,
+        canary_interval_s=arguments.canary,
+        canary_prompts=arguments.canary_prompts,
+        canary_allowance=arguments.canary_allowance,
     )
     return run_server(options)
 
@@ -151,6 +175,13 @@ def _key(text: str) -> str:
 def _baseline(text: str) -> tuple[float, float]:
     rate, comma, deviation = text.partition(",")
     return float(rate), float(deviation) if comma else _DEFAULT_PROMPT_SD
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is not allowed, it must be at least 0")
+    return value
 
 
 def _seconds(text: str) -> float:

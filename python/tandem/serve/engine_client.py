@@ -104,6 +104,7 @@ class _Unfinished:
 
     job: Job
     prompt_tokens: int
+    canary: bool
     num_tokens: int = 0
 
     def timings(self, end: End) -> RequestTimings:
@@ -122,7 +123,7 @@ class EngineClient:
 
     Args:
         options: which engine, and how many generations it may have at once.
-        on_end: called with each generation that the engine ran and ended.
+        on_end: called with each generation that the engine ran and ended, but for canaries.
     """
 
     def __init__(self, options: ServerOptions, on_end: Callable[[RequestTimings], None]) -> None:
@@ -130,6 +131,7 @@ class EngineClient:
         self._on_end = on_end
         self._request_ids = itertools.count()
         self._unfinished: dict[int, _Unfinished] = {}
+        self._num_canaries = 0
         self._calls: dict[int, asyncio.Future[StatsReply]] = {}
         self._outgoing: asyncio.Queue[messages.ToEngine] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -235,8 +237,8 @@ class EngineClient:
         """Generations that run or wait, those included whose client has gone but whose end has not come yet."""
         return len(self._unfinished)
 
-    def submit(self, generations: Sequence[Generation], *, stream: bool) -> Job:
-        """Run generations, all or none.
+    def submit(self, generations: Sequence[Generation], *, stream: bool, canary: bool = False) -> Job:
+        """Run generations, all or none. Canaries take nobody's place in the queue and are not observed.
 
         Raises:
             ApiError: there are too many at once (429), or the engine takes none (503).
@@ -246,10 +248,11 @@ class EngineClient:
             raise bad_request(f"the request asks for {len(generations)} generations; at most {most} run at once")
         if self.ready is None or self.draining or self.died.is_set():
             raise self.not_ready()
-        if len(self._unfinished) + len(generations) > most:
+        running = len(self._unfinished) - self._num_canaries
+        if not canary and running + len(generations) > most:
             raise ApiError(
                 429,
-                f"{len(self._unfinished)} generations run or wait, at most {most} may; try again later",
+                f"{running} generations run or wait, at most {most} may; try again later",
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
@@ -259,8 +262,9 @@ class EngineClient:
             self._last_progress = time.monotonic()
             self._idle.clear()
         for request_id, generation in zip(ids, generations, strict=True):
-            self._unfinished[request_id] = _Unfinished(job, len(generation.prompt_ids))
-            message = messages.Submit(request_id, generation.prompt_ids, generation.params, stream)
+            self._unfinished[request_id] = _Unfinished(job, len(generation.prompt_ids), canary)
+            self._num_canaries += canary
+            message = messages.Submit(request_id, generation.prompt_ids, generation.params, stream, canary)
             self._outgoing.put_nowait(message)
         return job
 
@@ -326,9 +330,10 @@ class EngineClient:
         unfinished.num_tokens += piece.num_tokens
         if piece.end is not None:
             del self._unfinished[piece.request_id]
+            self._num_canaries -= unfinished.canary
             if not self._unfinished:
                 self._idle.set()
-            if not piece.end.refused:
+            if not (piece.end.refused or unfinished.canary):
                 self._on_end(unfinished.timings(piece.end))
         unfinished.job.put(piece)
 

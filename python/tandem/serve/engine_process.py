@@ -78,7 +78,7 @@ class ServedEngine(Protocol):
 class BuiltForServing:
     """An engine with what the HTTP process must know of it; ``stats`` and ``on_output`` run on the engine thread.
 
-    ``on_output`` is told of each request that has ended; ``steps`` has the records of the last steps.
+    ``on_output`` is told of each request of the traffic that has ended; ``steps`` has the records of the last steps.
     """
 
     engine: ServedEngine
@@ -147,10 +147,11 @@ class EngineServer:
 
     def _submit(self, message: Submit) -> None:
         def sink(delta: Delta) -> None:
-            self._outbox.put_piece(piece_of(message.request_id, delta, message.stream))
+            self._outbox.put_piece(piece_of(message, delta))
             if delta.output is not None:
                 self._ended.append(message.request_id)
-                self._on_output(delta.output)
+                if not message.canary:
+                    self._on_output(delta.output)
 
         try:
             params = params_of(message.params)
@@ -174,16 +175,16 @@ class EngineServer:
         self._outbox.put(Beat(self._engine.num_steps))
 
 
-def piece_of(request_id: int, delta: Delta, stream: bool) -> Piece:
+def piece_of(asked: Submit, delta: Delta) -> Piece:
     """What a delta says; without streaming the only one stands for the whole output."""
     output = delta.output
-    if output is None or stream:
-        end = None if output is None else _end_of(output)
-        return Piece(request_id, delta.text, len(delta.token_ids), _entries(delta.logprobs), end)
-    return Piece(request_id, output.text, output.completion_tokens, _entries(output.logprobs), _end_of(output))
+    end = None if output is None else _end_of(output, with_tokens=asked.canary)
+    if output is None or asked.stream:
+        return Piece(asked.request_id, delta.text, len(delta.token_ids), _entries(delta.logprobs), end)
+    return Piece(asked.request_id, output.text, output.completion_tokens, _entries(output.logprobs), end)
 
 
-def _end_of(output: RequestOutput) -> End:
+def _end_of(output: RequestOutput, *, with_tokens: bool) -> End:
     prompt = output.prompt_logprobs
     return End(
         output.finish_reason,
@@ -195,6 +196,10 @@ def _end_of(output: RequestOutput) -> End:
         first_token_s=output.timings.first_token,
         total_s=output.timings.total,
         prompt_logprobs=None if prompt is None else [None if entry is None else _entry(entry) for entry in prompt],
+        num_rounds=output.rounds.num_rounds,
+        num_drafted=output.rounds.num_drafted,
+        num_accepted=output.rounds.num_accepted,
+        token_ids=output.token_ids if with_tokens else None,
     )
 
 
@@ -222,6 +227,7 @@ def build_for_serving(config: EngineConfig) -> BuiltForServing:
         vocab_size=llm.config.vocab_size,
         max_prompt_tokens=limits.max_model_len - 1,
         max_model_len=limits.max_model_len,
+        tokens_per_page=limits.tokens_per_page,
         load_seconds=llm.load_seconds,
     )
     baseline = None if given is None else expected_acceptance(given[0], given[1], limits.max_draft_len)

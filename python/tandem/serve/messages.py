@@ -27,12 +27,16 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Submit(_Message):
-    """Run a request. ``params`` are keyword arguments of `SamplingParams`, read by `params_of`."""
+    """Run a request. ``params`` are keyword arguments of `SamplingParams`, read by `params_of`.
+
+    A ``canary`` is no traffic: the acceptance alarm is not told of it, and its end has its tokens.
+    """
 
     request_id: int
     prompt_ids: list[int]
     params: dict[str, Any]
     stream: bool
+    canary: bool = False
 
 
 class Abort(_Message):
@@ -61,6 +65,7 @@ class Ready(_Message):
     vocab_size: int
     max_prompt_tokens: int
     max_model_len: int
+    tokens_per_page: int
     load_seconds: float
 
 
@@ -75,7 +80,8 @@ class End(msgspec.Struct, array_like=True):
     """The end of a request; seconds count from its submission to the engine.
 
     ``refused`` says that nothing ran because the request cannot be served; ``error`` is the reason then, and ``param``
-    the parameter at fault.
+    the parameter at fault. ``num_rounds``, ``num_drafted`` and ``num_accepted`` are what became of drafts;
+    ``token_ids`` what was generated, where a canary asked.
     """
 
     finish_reason: FinishReason
@@ -89,6 +95,10 @@ class End(msgspec.Struct, array_like=True):
     first_token_s: float | None = None
     total_s: float = 0.0
     prompt_logprobs: list[LogprobEntry | None] | None = None
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    token_ids: list[int] | None = None
 
 
 class Piece(msgspec.Struct, array_like=True):

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -232,9 +232,15 @@ class ServerMetrics:
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generated = self._histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
         self._refused = self._labelled_counter("requests_refused", "Requests refused, by status code.", "code")
-        self._canaries = self._labelled_counter("canary_runs", "Canary prompts replayed.", "route")
+        self._canaries = self._labelled_counter("canary_runs", "Canary prompts replayed and compared.", "route")
         self._canary_failures = self._labelled_counter(
             "canary_failures", "Canary prompts that gave other tokens, or drafts accepted otherwise.", "route"
+        )
+        self._failing_canaries = Gauge(
+            f"{PREFIX}canary_failing",
+            "Canary prompts that failed when they were last replayed.",
+            ["model_name", "route"],
+            registry=self._registry,
         )
 
     def update(self, snapshot: Snapshot) -> None:
@@ -259,9 +265,14 @@ class ServerMetrics:
         self._refused.labels(self._model_name, str(code)).inc()
 
     def count_canary(self, route: str, failed: bool) -> None:
-        """Add a canary prompt replayed on a route."""
+        """Add a canary prompt replayed on a route, and compared."""
         self._canaries.labels(self._model_name, route).inc()
         self._canary_failures.labels(self._model_name, route).inc(failed)
+
+    def show_failing_canaries(self, counts: Mapping[str, int]) -> None:
+        """Show how many of the prompts failed when they were last replayed, by route."""
+        for route, count in counts.items():
+            self._failing_canaries.labels(self._model_name, route).set(count)
 
     def render(self) -> bytes:
         """The text that `/metrics` answers with, of type `CONTENT_TYPE`."""

@@ -63,6 +63,9 @@ class ServerOptions:
         shutdown_grace_s: seconds that running requests are given after SIGTERM.
         stall_s: seconds without progress after which an engine with work is unhealthy.
         access_log: log each request.
+        canary_interval_s: seconds from one run of the canary to the next; None runs none.
+        canary_prompts: what the canary replays; None takes the model folder's own, else the one for any model.
+        canary_allowance: accepted drafts of a canary prompt by which two of its answers may differ.
         engine_command: program of the engine process; the channel's address is appended.
     """
 
@@ -80,4 +83,7 @@ class ServerOptions:
     shutdown_grace_s: float = 30.0
     stall_s: float = 30.0
     access_log: bool = False
+    canary_interval_s: float | None = None
+    canary_prompts: Path | None = None
+    canary_allowance: int = 0
     engine_command: Sequence[str] = field(default_factory=default_engine_command)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import socket
+from collections.abc import Sequence
 from types import FrameType
 
 import uvicorn
@@ -14,6 +15,8 @@ import uvloop
 from tandem.engine.chat import ChatTemplate
 from tandem.engine.tokenizer import Tokenizer
 from tandem.serve.app import make_app
+from tandem.serve.canary_prompts import CanaryPromptsError, default_path, read_prompts
+from tandem.serve.canary_watch import CanaryWatch
 from tandem.serve.connection import ConnectionLimits, bounded_protocol
 from tandem.serve.engine_client import EngineClient
 from tandem.serve.errors import EngineStartError, ServerSetupError
@@ -53,21 +56,39 @@ def run_server(options: ServerOptions) -> int:
         ServerSetupError: the address cannot be listened on.
         EngineStartError: the engine cannot be built.
         TokenizerError: the model's tokenizer is missing or malformed.
+        CanaryPromptsError: the canary's prompts are malformed, or cannot be replayed on this engine.
     """
     tokenizer = Tokenizer.from_pretrained(options.model_path)
     chat_template = ChatTemplate.from_pretrained(options.model_path)
-    listener = _listen(options)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(options, tokenizer, chat_template, listener))
-
-
-async def _serve(
-    options: ServerOptions, tokenizer: Tokenizer, chat_template: ChatTemplate, listener: socket.socket
-) -> int:
     metrics = ServerMetrics(options.served_model_name)
     client = EngineClient(options, metrics.observe_request)
+    canary = _canary(options, tokenizer, chat_template, client, metrics)
+    service = Service(options, client, tokenizer, chat_template, metrics)
+    listener = _listen(options)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(service, canary, listener))
+
+
+def _canary(
+    options: ServerOptions,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate,
+    client: EngineClient,
+    metrics: ServerMetrics,
+) -> CanaryWatch | None:
+    if options.canary_interval_s is None:
+        if options.canary_prompts is not None:
+            raise ServerSetupError(f"the canary's prompts {options.canary_prompts} are given without its interval")
+        return None
+    path = options.canary_prompts or default_path(options.model_path)
+    prompts = read_prompts(path, tokenizer, chat_template)
+    return CanaryWatch(prompts, options.canary_interval_s, options.canary_allowance, client, metrics)
+
+
+async def _serve(service: Service, canary: CanaryWatch | None, listener: socket.socket) -> int:
+    options, client = service.options, service.client
     config = uvicorn.Config(
-        make_app(Service(options, client, tokenizer, chat_template, metrics)),
+        make_app(service, canary),
         http=bounded_protocol(ConnectionLimits(options.send_timeout_s, options.head_timeout_s)),
         ws="none",
         lifespan="off",
@@ -86,7 +107,11 @@ async def _serve(
     # What is there now stays: looking through it again for garbage would hold up every stream for tens of milliseconds.
     gc.collect()
     gc.freeze()
-    tasks = [asyncio.create_task(task) for task in (_announce(client, server), _drain(client, server, options))]
+    replaying = [] if canary is None else [asyncio.create_task(_replay(canary, server))]
+    for task in replaying:
+        task.add_done_callback(_say_why_it_stopped)
+    others = (_announce(client, server), _drain(client, server, options, replaying))
+    tasks = [*replaying, *(asyncio.create_task(task) for task in others)]
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -95,8 +120,9 @@ async def _serve(
         results = await asyncio.gather(*tasks, return_exceptions=True)
         died = client.died.is_set()
         await client.stop()
+        gc.unfreeze()  # the last look before the interpreter ends has to see everything
     for result in results:
-        if isinstance(result, EngineStartError):
+        if isinstance(result, Exception):
             raise result
     return EXIT_ENGINE_DIED if died else EXIT_OK
 
@@ -116,8 +142,27 @@ async def _announce(client: EngineClient, server: _HttpServer) -> None:
     server.force_exit = True
 
 
-async def _drain(client: EngineClient, server: _HttpServer, options: ServerOptions) -> None:
+async def _replay(canary: CanaryWatch, server: _HttpServer) -> None:
+    """End the server where the canary is none for its engine."""
+    try:
+        await canary.run()
+    except CanaryPromptsError:
+        server.should_exit = True
+        raise
+
+
+def _say_why_it_stopped(replaying: asyncio.Task[None]) -> None:
+    """A canary that is not replayed any more would seem to be well."""
+    if not replaying.cancelled() and (error := replaying.exception()) is not None:
+        _log.error("the canary has stopped: %s: %s", type(error).__name__, error)
+
+
+async def _drain(
+    client: EngineClient, server: _HttpServer, options: ServerOptions, replaying: Sequence[asyncio.Task[None]]
+) -> None:
     await server.exit_asked.wait()
+    for task in replaying:
+        task.cancel()
     await client.drain(options.shutdown_grace_s)
 
 

@@ -123,9 +123,14 @@ def _alarms(change: Change) -> RenderableType:
 
     now = change.now
     raised = [r for r in now.values("acceptance_alarm", "route") if now.total("acceptance_alarm", route=r) > 0]
-    failed = [r for r in now.values("canary_failures_total", "route") if change.count("canary_failures_total", route=r)]
-    lines = [f"acceptance alarm on route {route}" for route in raised] + [f"canary failed on {r}" for r in failed]
-    return Text("\n".join(lines), style="bold white on red") if lines else Text("no alarm", style="green")
+    failing = {route: now.total("canary_failing", route=route) for route in now.values("canary_failing", "route")}
+    lines = [f"acceptance alarm on route {route}" for route in raised]
+    lines += [f"canary fails on route {route}: {count:.0f} of its prompts" for route, count in failing.items() if count]
+    if lines:
+        return Text("\n".join(lines), style="bold white on red")
+    passed = now.total("canary_runs_total") - now.total("canary_failures_total")
+    compared = f", canary as expected in {passed:.0f} answers" if failing else ""
+    return Text(f"no alarm{compared}", style="green")
 
 
 def _traffic(change: Change) -> Table:

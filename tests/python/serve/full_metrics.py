@@ -43,4 +43,5 @@ def full_metrics(**changes: Any) -> ServerMetrics:
     metrics.observe_request(RequestTimings("stop", 100, 11, scheduled_s=0.2, first_token_s=0.45, total_s=1.45))
     metrics.count_refused(429)
     metrics.count_canary(PREFIX_HIT, failed=False)
+    metrics.show_failing_canaries({PREFIX_HIT: 0})
     return metrics

@@ -19,6 +19,7 @@ from urllib.parse import unquote
 from tandem.engine.errors import EngineClosedError
 from tandem.engine.outputs import Delta, FinishReason, RequestOutput, Timings
 from tandem.engine.params import SamplingParams
+from tandem.engine.speculation import RoundCounts
 from tandem.serve.engine_process import BuiltForServing, serve_engine
 from tandem.serve.messages import Ready
 from tandem.serve.metrics_snapshot import Snapshot
@@ -28,6 +29,7 @@ from tests.python.engine.byte_tokenizer import SPECIALS
 
 VOCAB_SIZE = 300
 MAX_MODEL_LEN = 4096
+TOKENS_PER_PAGE = 4
 _T = TypeVar("_T")
 
 
@@ -85,6 +87,7 @@ class ScriptedEngine:
         self._running: dict[int, Running] = {}
         self._next_id = 0
         self._num_aborted = 0
+        self._salts = set[str]()
         self.num_steps = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -167,6 +170,15 @@ class ScriptedEngine:
         elif running.stream:
             running.sink(Delta(running.request_id, script.says(done, count), new))
 
+    def _cached_tokens(self, running: Running) -> int:
+        """A salt is remembered, whatever its prompt was."""
+        salt = running.params.cache_salt
+        if salt is None:
+            return 0
+        known = salt in self._salts
+        self._salts.add(salt)
+        return TOKENS_PER_PAGE if known else 0
+
     def _end(self, running: Running, reason: FinishReason, new: list[int]) -> None:
         del self._running[running.request_id]
         self._num_aborted += reason == "abort"
@@ -177,8 +189,9 @@ class ScriptedEngine:
             prompt_token_ids=running.prompt_ids,
             text="" if running.stream else says(0, total),
             token_ids=running.token_ids,
-            cached_tokens=0,
+            cached_tokens=self._cached_tokens(running),
             finish_reason=reason,
+            rounds=RoundCounts(total, 3 * total, 0),
             error="the script says so" if reason == "error" else None,
             timings=Timings(0.0, 0.0, time.perf_counter() - running.start),
         )
@@ -199,7 +212,7 @@ def main() -> int:
         if arguments.refuse_to_load:
             raise OSError(f"{config.model} is not a model")
         engine = ScriptedEngine(arguments.tokens_per_round, arguments.interval)
-        ready = Ready(VOCAB_SIZE, MAX_MODEL_LEN - 1, MAX_MODEL_LEN, 0.0)
+        ready = Ready(VOCAB_SIZE, MAX_MODEL_LEN - 1, MAX_MODEL_LEN, TOKENS_PER_PAGE, 0.0)
         return BuiltForServing(engine, ready, engine.stats, lambda output: None, StepWindow(), lambda: None)
 
     return serve_engine(build, (arguments.addresses[0], arguments.addresses[1]))

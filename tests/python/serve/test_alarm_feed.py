@@ -149,9 +149,7 @@ def test_the_canary_finds_the_same_damage_at_once(damaged_rig: Rig, monkeypatch:
         monkeypatch.setattr(DamagedWorker, "damaged", damage and salt in salts)
         salts.add(salt)
         params = SamplingParams(temperature=0, max_tokens=prompt.max_tokens, cache_salt=salt)
-        output = damaged_rig.generate(prompt.token_ids, params)
-        rounds = output.rounds
-        return CanaryAnswer(tuple(output.token_ids), output.cached_tokens, rounds.num_drafted, rounds.num_accepted)
+        return CanaryAnswer.of_output(damaged_rig.generate(prompt.token_ids, params))
 
     canary = Canary([CanaryPrompt("only", tuple(range(10, 30)), 30)], send)
     for damage in (False, True):

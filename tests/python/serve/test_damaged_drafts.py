@@ -1,4 +1,4 @@
-"""A running server whose drafter reads its cache wrongly: every answer is right, and the alarm says so."""
+"""A running server whose drafter reads its cache wrongly: every answer is right; the alarm and the canary say so."""
 
 import re
 
@@ -32,12 +32,31 @@ def alarm_of(server: ServerProcess) -> tuple[float, float]:
     return tuple(float(match[1]) for match in found if match is not None)  # type: ignore[return-value]
 
 
+def after_one_run_of_the_canary(server: ServerProcess) -> dict[str, set[bool]]:
+    """Whether prompts failed, by route. Nothing is held afterwards, and neither the alarm nor a histogram was told."""
+    server.wait_until(lambda: server.get("/v1/stats").json["canary"]["num_runs"] == 1, 60)
+    stats = server.get("/v1/stats").json
+    assert (stats["running"], stats["waiting"], stats["pages"]["held"], stats["pages"]["leased"]) == (0, 0, 0, 0)
+    assert stats["pages"]["free"] + stats["pages"]["cached"] == stats["pages"]["total"]
+    assert {alarm["evidence"] for alarm in stats["alarms"].values()} == {0}
+    assert "e2e_request_latency_seconds_count" not in server.get("/metrics").body.decode()
+    failed: dict[str, set[bool]] = {}
+    for result in stats["canary"]["last"]:
+        assert result["not_compared"] is None
+        failed.setdefault(result["route"], set()).add(bool(result["faults"]))
+    return failed
+
+
 @pytest.mark.slow
 def test_the_alarm_of_a_running_server_fires_while_every_answer_stays_right() -> None:
-    with serve_model("demo", "--acceptance-baseline", BASELINE) as server:
+    options = ("--acceptance-baseline", BASELINE, "--canary", "3600")
+    with serve_model("demo", *options) as server:
+        assert after_one_run_of_the_canary(server) == {"cold": {False}, "prefix_hit": {False}}
         sound = ask_all(server)
         assert alarm_of(server) == (0.0, 0.0)
-    with serve_model("demo", "--acceptance-baseline", BASELINE, "--damage", "draft-kv") as server:
+    with serve_model("demo", *options, "--damage", "draft-kv") as server:
+        # The routes agree with each other; against the kept answers the first run shows every prompt.
+        assert after_one_run_of_the_canary(server) == {"cold": {True}, "prefix_hit": {False}}
         assert ask_all(server) == sound
         assert alarm_of(server) == (1.0, 1.0)
     right = [question.answer in reply for question, reply in zip(word_problems(NUM_QUESTIONS), sound, strict=True)]

@@ -175,6 +175,7 @@ def test_the_command_line_fills_in_the_options(monkeypatch: pytest.MonkeyPatch, 
         *("--model", str(tmp_path), "--host", "::1", "--port", "0", "--max-body-bytes", "9", "--max-requests", "3"),
         *("--api-key", "zeroth", "--api-key-file", str(tmp_path / "keys"), "--served-model-name", "mine"),
         *("--request-timeout", "1.5", "--send-timeout", "2", "--shutdown-grace", "3", "--stall-timeout", "4"),
+        *("--canary", "60", "--canary-prompts", "kept.jsonl", "--canary-allowance", "2"),
         *("--drafter", "none", "--max-seats", "5", "--no-prefix-cache", "--seed", "6", "--access-log"),
     )
     assert given == ServerOptions(
@@ -191,12 +192,18 @@ def test_the_command_line_fills_in_the_options(monkeypatch: pytest.MonkeyPatch, 
         shutdown_grace_s=3,
         stall_s=4,
         access_log=True,
+        canary_interval_s=60,
+        canary_prompts=Path("kept.jsonl"),
+        canary_allowance=2,
     )
 
 
 @pytest.mark.parametrize(
     "option",
-    ["--max-requests=0", "--request-timeout=nan", "--send-timeout=0", "--port=x", "--api-key=", "--api-key= x"],
+    [
+        *("--max-requests=0", "--request-timeout=nan", "--send-timeout=0", "--port=x", "--api-key=", "--api-key= x"),
+        *("--canary=0", "--canary=-1", "--canary=inf", "--canary-allowance=-1"),
+    ],
 )
 def test_a_senseless_option_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

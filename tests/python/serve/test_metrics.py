@@ -154,6 +154,9 @@ def test_refusals_and_canaries_are_counted(metrics: ServerMetrics) -> None:
     assert of(found, "canary_runs_total", route=COLD) == of(found, "canary_runs_total", route=PREFIX_HIT) == 1
     assert of(found, "canary_failures_total", route=COLD) == 0
     assert of(found, "canary_failures_total", route=PREFIX_HIT) == 1
+    for failing in (2, 0):
+        metrics.show_failing_canaries({PREFIX_HIT: failing})
+        assert of(samples(metrics), "canary_failing", route=PREFIX_HIT) == failing
 
 
 def test_scrapes_beside_updates_see_whole_numbers_that_never_fall(

@@ -72,9 +72,13 @@ def test_an_alarm_a_failed_canary_and_a_lost_server_are_written_large() -> None:
     quiet = {COLD: AlarmState(raised=False, evidence=0.1, num_raised=3)}
     metrics = full_metrics(alarms=quiet)
     before = reading(text=metrics.render())
-    assert "no alarm" in shown(Change(before))
+    assert "no alarm, canary as expected in 1 answers" in shown(Change(before))
     metrics.count_canary(COLD, failed=True)
-    assert "canary failed on cold" in shown(Change(reading(1.0, metrics.render()), before))
+    metrics.show_failing_canaries({COLD: 1})
+    for change in (Change(reading(1.0, metrics.render()), before), Change(reading(1.0, metrics.render()))):
+        assert "canary fails on route cold: 1 of its prompts" in shown(change)
+    metrics.show_failing_canaries({COLD: 0})
+    assert "no alarm, canary as expected in 1 answers" in shown(Change(reading(2.0, metrics.render())))
     text = shown(Change(reading()), problem="http://there/metrics cannot be read")
     assert "acceptance alarm on route prefix_hit" in text
     assert "alarm on route cold" not in text

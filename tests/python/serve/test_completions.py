@@ -1,6 +1,7 @@
 """`/v1/completions` through the official client: what comes back is what the engine gives in this process."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -227,13 +228,12 @@ def test_many_requests_at_once_through_the_async_client_each_get_their_own_text(
         async with AsyncOpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
 
             async def one(i: int) -> str:
-                fields = BASE | {"seed": i}
+                # A name that all requests share is nobody's name here.
+                common: dict[str, Any] = {"model": "tiny", "prompt": prompts[i], "extra_headers": {"x-request-id": "1"}}
+                common["extra_body"] = BASE | {"seed": i}
                 if i % 2:
-                    answer = await client.completions.create(model="tiny", prompt=prompts[i], extra_body=fields)
-                    return answer.choices[0].text
-                stream = await client.completions.create(
-                    model="tiny", prompt=prompts[i], stream=True, extra_body=fields
-                )
+                    return (await client.completions.create(**common)).choices[0].text
+                stream = await client.completions.create(**common, stream=True)
                 return "".join([chunk.choices[0].text async for chunk in stream])
 
             return list(await asyncio.gather(*(one(i) for i in range(len(prompts)))))
@@ -241,7 +241,27 @@ def test_many_requests_at_once_through_the_async_client_each_get_their_own_text(
     assert asyncio.run(run()) == expected
 
 
-def test_a_priority_changes_the_order_and_no_text(client: OpenAI) -> None:
-    assert (
-        create(client, "hello", **BASE, priority=-3).choices[0].text == create(client, "hello", **BASE).choices[0].text
-    )
+def test_a_priority_changes_the_order_and_no_text(server: ServerProcess, client: OpenAI) -> None:
+    short = BASE | {"max_tokens": 12}
+    expected = create(client, "hello", **short).choices[0].text
+    urgent, patient = short | {"priority": -3}, short | {"priority": 3}
+    ends: list[str] = []
+
+    def run(name: str, fields: dict[str, Any]) -> None:
+        completion = create(client, "hello", **fields)
+        ends.append(name)
+        assert name == "long" or completion.choices[0].text == expected
+
+    def waiting() -> int:
+        return int(server.get("/v1/stats").json["waiting"])
+
+    # Eight have seats, so the others wait for the one that ends early, and take its seat one after the other.
+    with ThreadPoolExecutor(12) as threads:
+        futures = [threads.submit(run, "long", BASE | {"max_tokens": 245 if i else 190}) for i in range(8)]
+        server.wait_until(lambda: server.get("/v1/stats").json["running"] == 8, 10)
+        for count, (name, fields) in enumerate([("patient", patient), ("urgent", urgent)] * 2, start=1):
+            futures.append(threads.submit(run, name, fields))
+            server.wait_until(lambda count=count: waiting() >= count, 10)
+        for future in futures:
+            future.result()
+    assert [name for name in ends if name != "long"] == ["urgent", "urgent", "patient", "patient"]

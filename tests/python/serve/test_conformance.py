@@ -95,6 +95,13 @@ def gives_reasoning(server: ServerProcess) -> None:
     assert message["content"] == ""
 
 
+def stops_in_reasoning(server: ServerProcess) -> None:
+    whole = post(server, CHAT, thinking_mode="enabled").json["choices"][0]["message"]["reasoning_content"]
+    choice = post(server, CHAT, thinking_mode="enabled", stop=whole[-1]).json["choices"][0]
+    assert choice["message"]["reasoning_content"] == whole.partition(whole[-1])[0] or None
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", whole[-1])
+
+
 ROWS = [
     Row("`POST /v1/chat/completions`, `POST /v1/completions`", "yes, with `stream`", taken(TEXT, CHAT)),
     Row(
@@ -144,8 +151,11 @@ ROWS = [
     ),
     Row(
         "`stop` (up to 16), `stop_token_ids`, `include_stop_str_in_output`",
-        "yes",
-        taken(TEXT, CHAT, stop=["zz"], stop_token_ids=[2], include_stop_str_in_output=True),
+        "yes; `stop` is looked for in the reasoning too",
+        all_of(
+            taken(TEXT, CHAT, stop=["zz"] * 16, stop_token_ids=[2], include_stop_str_in_output=True),
+            stops_in_reasoning,
+        ),
     ),
     Row(
         "`logprobs`; in chat with `top_logprobs` (up to 20)",

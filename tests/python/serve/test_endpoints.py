@@ -73,6 +73,31 @@ def test_metrics_count_what_was_served(server: ServerProcess) -> None:
     assert (after["num_requests_running"], after["num_requests_waiting"]) == (0, 0)
 
 
+def test_every_kind_of_number_is_shown_by_a_server_that_has_served(server: ServerProcess) -> None:
+    body = {"model": "tiny", "prompt": "numbers of every kind", "max_tokens": 20, "ignore_eos": True}
+    for _ in range(2):
+        assert server.post("/v1/completions", body).status == 200
+    shown = metrics(server)
+    durations = ("time_to_first_token", "time_per_output_token", "e2e_request_latency", "request_queue_time")
+    for name in durations:
+        assert shown[f"{name}_seconds_count"] > 0
+        assert shown[f"{name}_seconds_sum"] > 0
+    for name in ("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "requests_submitted", "engine_steps"):
+        assert shown[f"{name}_total"] > 0
+    for name in ("num_requests_running", "num_requests_waiting", "num_preemptions_total", "request_aborts_total"):
+        assert name in shown
+    for part in ("plan", "launch", "wait"):
+        assert shown[f"engine_step_seconds_total {part}"] > 0
+    pages = [shown[f"kv_cache_pages {state}"] for state in ("free", "cached", "held", "leased")]
+    assert sum(pages) == server.get("/v1/stats").json["pages"]["total"]
+    for route in ("cold", "prefix_hit"):
+        assert shown[f"spec_decode_num_drafts_total {route}"] > 0
+        for kind in ("draft", "accepted"):
+            by_place = [shown[f"spec_decode_num_{kind}_tokens_per_pos_total {place} {route}"] for place in range(3)]
+            assert sum(by_place) == shown[f"spec_decode_num_{kind}_tokens_total {route}"]
+            assert by_place == sorted(by_place, reverse=True)
+
+
 def test_statistics_tell_what_became_of_drafts(server: ServerProcess) -> None:
     body = {"model": "tiny", "prompt": "drafts are verified", "max_tokens": 20, "ignore_eos": True}
     before = server.get("/v1/stats").json

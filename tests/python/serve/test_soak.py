@@ -1,78 +1,199 @@
-"""Mixed traffic on a pool too small for it: every answer is the one that the same request gets alone."""
+"""Mixed traffic on a pool too small for it: every answer is, token by token, the one that the request gets alone."""
 
 import random
+import statistics
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
-from tandem import LLM, SamplingParams
+from tandem import LLM, SamplingParams, demo
+from tandem.serve.token_logprobs import CompletionLogprobs
 from tests.python.serve.server_process import ServerProcess, serve_model
-from tests.python.serve.test_traffic import open_stream, reset
+from tests.python.serve.test_traffic import cancel, memory_of, open_stream, reset
 
 pytestmark = pytest.mark.slow
 
+NUM_CLIENTS = 16
 # Room for little more than one sequence of full length; eight run at once.
-POOL_BYTES = 900_000
+TINY_POOL = ("--max-tokens-per-step", "32", "--kv-cache-bytes", "900000")
+DEMO_POOL = ("--max-tokens-per-step", "128", "--max-model-len", "512", "--kv-cache-bytes", "40000000")
 STEMS = ["a stem that many requests share, long enough for several pages ", "another stem ", ""]
+KINDS = ["cancelled"] * 3 + ["streamed"] * 7 + ["whole"] * 7
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request and its only right answer."""
+    """A request and its only right answer; ``tokens`` are named as in the answer's logprobs."""
 
     body: dict[str, Any]
     text: str
-    num_tokens: int
+    tokens: list[str]
 
 
-def cases(llm: LLM, rng: random.Random, count: int) -> list[Case]:
+@dataclass
+class Seen:
+    """What the clients saw; filled by all of their threads.
+
+    ``ended`` are the whole answers, by the places of their requests in the order of sending. The overtakers of a
+    stream are those that were sent after it and ended before it began.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    num_sent: int = 0
+    ended: list[int] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+    num_overtakers: list[int] = field(default_factory=list)
+
+
+def texts_for_tiny(rng: random.Random, count: int) -> list[str]:
+    return [rng.choice(STEMS) + f"and number {i}" * rng.choice([1, 1, 2, 8]) for i in range(count)]
+
+
+def word_problems(rng: random.Random, count: int) -> list[str]:
+    """Some of them behind others, which many have before them."""
+    questions = [problem.question for problem in demo.held_out_word_problems()]
+    stems = ["", " ".join(questions[:3]) + " ", " ".join(questions[3:5]) + " "]
+    return [rng.choice(stems) + question for question in rng.sample(questions[5:], count)]
+
+
+def cases(llm: LLM, name: str, prompts: list[str], rng: random.Random) -> list[Case]:
     made = []
-    for i in range(count):
-        prompt = rng.choice(STEMS) + f"and number {i}" * rng.choice([1, 1, 2, 8])
+    for i, prompt in enumerate(prompts):
         fields = {"max_tokens": rng.choice([1, 5, 20, 60]), "temperature": rng.choice([0, 1.0]), "seed": i}
         output = llm.generate(prompt, SamplingParams(**fields, ignore_eos=True))[0]
-        body = {"model": "tiny", "prompt": prompt, "ignore_eos": True} | fields
-        made.append(Case(body, output.text, output.completion_tokens))
+        tokens = CompletionLogprobs(llm.tokenizer).render(output.token_ids, [])["tokens"]
+        made.append(Case({"model": name, "prompt": prompt, "ignore_eos": True} | fields, output.text, tokens))
     return made
 
 
-def run(server: ServerProcess, case: Case, cancel: bool, stream: bool) -> bool:
-    """Whether the request was let end; fails where its answer is not the right one."""
-    if cancel:
-        connection = open_stream(server, case.body)
-        connection.recv(100)
-        reset(connection)
-        return False
-    if stream:
-        events = server.events("/v1/completions", case.body)
-        assert events[-1] == "[DONE]"
-        assert "".join(event["choices"][0]["text"] for event in events[:-1]) == case.text
-        return True
-    answer = server.post("/v1/completions", case.body)
-    assert answer.status == 200, answer.body
-    assert answer.json["choices"][0]["text"] == case.text
-    assert answer.json["usage"]["completion_tokens"] == case.num_tokens
-    return True
+def run(server: ServerProcess, client: OpenAI, seen: Seen, case: Case, kind: str, num_bytes: int) -> None:
+    """One client's request; fails where its answer is not the right one."""
+    with seen.lock:
+        place = seen.num_sent
+        seen.num_sent += 1
+    if kind == "cancelled":
+        with open_stream(server, case.body, connection="close") as connection:
+            while num_bytes > 0 and (part := connection.recv(num_bytes)):
+                num_bytes -= len(part)
+            reset(connection)
+        return
+    if kind == "streamed":
+        check_stream(client, seen, case, place)
+    else:
+        # Every other without log-probabilities, which change how a row is sampled.
+        wanted = {"logprobs": 0} if num_bytes % 2 else {}
+        answer = server.post("/v1/completions", case.body | wanted)
+        assert answer.status == 200, answer.body
+        choice = answer.json["choices"][0]
+        assert choice["text"] == case.text
+        assert answer.json["usage"]["completion_tokens"] == len(case.tokens)
+        if wanted:
+            assert choice["logprobs"]["tokens"] == case.tokens
+        with seen.lock:
+            seen.ids.append(answer.json["id"])
+    with seen.lock:
+        seen.ended.append(place)
 
 
+def check_stream(client: OpenAI, seen: Seen, case: Case, place: int) -> None:
+    start = time.monotonic()
+    text, tokens, reasons, ids = "", list[str](), list[str](), set[str]()
+    fields = {name: value for name, value in case.body.items() if name not in ("model", "prompt")}
+    stream = client.completions.create(
+        model=case.body["model"], prompt=case.body["prompt"], stream=True, extra_body=fields | {"logprobs": 0}
+    )
+    for chunk in stream:
+        if not ids:
+            with seen.lock:
+                seen.first_token_s.append(time.monotonic() - start)
+                seen.num_overtakers.append(sum(other > place for other in seen.ended))
+        ids.add(chunk.id)
+        choice = chunk.choices[0]
+        text += choice.text
+        tokens += [] if choice.logprobs is None else choice.logprobs.tokens
+        reasons += [] if choice.finish_reason is None else [choice.finish_reason]
+    assert (text, tokens, reasons) == (case.text, case.tokens, ["length"])
+    with seen.lock:
+        seen.ids += ids
+
+
+def pages_of(server: ServerProcess, ended: threading.Event) -> list[dict[str, int]]:
+    """The pages by state, again and again."""
+    found = []
+    while not ended.wait(0.05):
+        found.append(server.get("/v1/stats").json["pages"])
+    return found
+
+
+@pytest.mark.parametrize("model", ["tiny", pytest.param("demo", marks=pytest.mark.soak)])
 def test_nothing_is_lost_mixed_up_or_held_under_mixed_traffic(
-    folder: Path, llm: LLM, py_rng: random.Random, soak: bool
+    model: str, folder: Path, py_rng: random.Random, soak: bool
 ) -> None:
-    every = cases(llm, py_rng, 60 if soak else 16)
-    plan = [(py_rng.choice(every), py_rng.random() < 0.15, py_rng.random() < 0.5) for _ in range(4000 if soak else 80)]
-    limits = ["--max-seats", "8", "--max-tokens-per-step", "32", "--kv-cache-bytes", str(POOL_BYTES)]
-    with serve_model(folder, *limits) as server:
-        total = server.get("/v1/stats").json["submitted"]
-        with ThreadPoolExecutor(16) as pool:
-            ended = list(pool.map(lambda item: run(server, *item), plan))
-        server.wait_until(lambda: not (s := server.get("/v1/stats").json)["running"] and not s["waiting"], 30)
+    source, pool, texts_of = (
+        (folder, TINY_POOL, texts_for_tiny) if model == "tiny" else ("demo", DEMO_POOL, word_problems)
+    )
+    with LLM(source, num_threads=1) as llm:
+        every = cases(llm, model, texts_of(py_rng, 60 if soak else 16), py_rng)
+    num_requests = 80 if not soak else 4000 if model == "tiny" else 1000
+    plan = [(py_rng.choice(every), py_rng.choice(KINDS), py_rng.randrange(3000)) for _ in range(num_requests)]
+    seen, ended = Seen(), threading.Event()
+    with serve_model(source, "--max-seats", "8", *pool) as server, ThreadPoolExecutor(NUM_CLIENTS + 1) as threads:
+        before = server.get("/v1/stats").json["submitted"]
+        watch = threads.submit(pages_of, server, ended)
+        client, memory = server.client(), list[int]()
+        for part in (plan[: num_requests // 2], plan[num_requests // 2 :]):
+            for future in [threads.submit(run, server, client, seen, *item) for item in part]:
+                future.result()
+            server.wait_until(lambda: not (s := server.get("/v1/stats").json)["running"] and not s["waiting"], 30)
+            memory.append(memory_of(server))
+        ended.set()
+        stats, pages = server.get("/v1/stats").json, watch.result()
+    assert sum(stats["finished"].values()) == stats["submitted"] == before + num_requests
+    num_let_end = sum(kind != "cancelled" for _, kind, _ in plan)
+    assert len(set(seen.ids)) == len(seen.ids) == num_let_end <= stats["finished"]["length"]
+    assert stats["finished"]["error"] == stats["finished"]["stop"] == 0
+    assert stats["finished"]["abort"] > 0
+    assert stats["pages"]["held"] == stats["pages"]["leased"] == 0
+    assert stats["pages"]["free"] + stats["pages"]["cached"] == stats["pages"]["total"]
+    assert stats["preemptions"] > 0, "the pool was never too small"
+    assert stats["cached_tokens"] > 0, "nothing was ever found cached"
+    assert all(sum(route["drafted"]) > sum(route["accepted"]) > 0 for route in stats["rounds"].values())
+    assert max(p["held"] / p["total"] for p in pages) >= 0.95
+    assert statistics.median(1 - p["free"] / p["total"] for p in pages) >= 0.95
+    # Whoever comes first begins first.
+    first, last = statistics.median(seen.first_token_s), max(seen.first_token_s)
+    print(f"first tokens after {first:.2f} s, at most {last:.2f} s; {max(seen.num_overtakers)} overtakers at most")
+    print(f"memory grew by {memory[1] - memory[0]:,} bytes in the second half")
+    assert max(seen.num_overtakers) <= NUM_CLIENTS
+    if soak:
+        assert max(seen.first_token_s) < 60
+        assert memory[1] - memory[0] < 16 * 2**20
+
+
+@pytest.mark.soak
+def test_drafting_requests_cancelled_at_random_points_leave_nothing_behind(py_rng: random.Random) -> None:
+    prompts = word_problems(py_rng, 500)
+    with LLM("demo", num_threads=1) as llm:
+        checked = cases(llm, "demo", prompts[:5], py_rng)
+    bodies = [{"model": "demo", "prompt": p, "max_tokens": 100, "ignore_eos": True} for p in prompts]
+    with serve_model("demo", "--max-seats", "8", *DEMO_POOL) as server:
+        cancel(server, bodies[:250], 2.0, py_rng)
+        memory = memory_of(server)
+        cancel(server, bodies[250:], 2.0, py_rng)
+        growth = memory_of(server) - memory
+        print(f"memory grew by {growth:,} bytes in the second half")
+        assert growth < 8 * 2**20
         stats = server.get("/v1/stats").json
-        assert sum(stats["finished"].values()) == stats["submitted"] == total + len(plan)
-        assert stats["finished"]["length"] >= sum(ended)
-        assert stats["finished"]["error"] == stats["pages"]["held"] == 0
         assert stats["pages"]["free"] + stats["pages"]["cached"] == stats["pages"]["total"]
-        assert stats["preemptions"] > 0, "the pool was never too small"
-        assert stats["cached_tokens"] > 0, "nothing was ever found cached"
+        assert stats["finished"]["abort"] > 250
+        assert sum(sum(route["accepted"]) for route in stats["rounds"].values()) > 500
+        for case in checked:
+            answer = server.post("/v1/completions", case.body | {"logprobs": 0}).json["choices"][0]
+            assert (answer["text"], answer["logprobs"]["tokens"]) == (case.text, case.tokens)

@@ -5,7 +5,6 @@ import random
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -173,6 +172,11 @@ def resident_bytes(pid: int) -> int:
     return pages * 4096
 
 
+def memory_of(server: ServerProcess) -> int:
+    """Bytes that both processes have resident."""
+    return resident_bytes(server.pid) + resident_bytes(server.engine_pid)
+
+
 # With a real model, whose pages must come back.
 
 GOOD = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -226,27 +230,37 @@ def test_a_stream_may_be_cut_at_any_byte(server: ServerProcess, soak: bool) -> N
         list(pool.map(cut, range(0, len(whole), 1 if soak else 29)))
 
 
+def cancel(server: ServerProcess, bodies: list[dict[str, Any]], longest_s: float, rng: random.Random) -> None:
+    """Send requests from eight clients, and close each connection at a random time, abruptly or not."""
+
+    def run(plan: tuple[dict[str, Any], float, bool, bool]) -> None:
+        body, wait_s, stream, abruptly = plan
+        connection = open_stream(server, body | {"stream": stream})
+        time.sleep(wait_s)
+        (reset if abruptly else socket.socket.close)(connection)
+
+    plans = [(body, rng.random() * longest_s, rng.random() < 0.5, rng.random() < 0.5) for body in bodies]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, plans))
+    server.wait_until(lambda: not (now := stats(server))["running"] and not now["waiting"], 60)
+
+
 @pytest.mark.usefixtures("clean")
 def test_requests_cancelled_at_random_points_leave_nothing_behind(
     server: ServerProcess, py_rng: random.Random, soak: bool
 ) -> None:
-    plans = [
-        (py_rng.choice([1, 7, 40, 150]), py_rng.random() * 0.15, py_rng.random() < 0.5, py_rng.random() < 0.5)
-        for _ in range(500 if soak else 60)
+    count = 500 if soak else 60
+    bodies = [
+        GOOD | {"prompt": "y" * py_rng.choice([1, 7, 40, 150]), "max_tokens": 100, "temperature": i % 2}
+        for i in range(count)
     ]
-    started = threading.Semaphore(0)
-
-    def run(plan: tuple[int, float, bool, bool]) -> None:
-        prompt_tokens, wait_s, stream, abruptly = plan
-        body = GOOD | {"prompt": "y" * prompt_tokens, "max_tokens": 100, "stream": stream}
-        connection = open_stream(server, body)
-        started.release()
-        time.sleep(wait_s)
-        (reset if abruptly else socket.socket.close)(connection)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(run, plans))
-    assert all(started.acquire(timeout=1) for _ in plans)
+    before = stats(server)["finished"]["abort"]
+    cancel(server, bodies[: count // 2], 0.15, py_rng)
+    memory = memory_of(server)
+    cancel(server, bodies[count // 2 :], 0.15, py_rng)
+    assert stats(server)["finished"]["abort"] - before > count // 2
+    if soak:
+        assert memory_of(server) - memory < 4 * 2**20
 
 
 @pytest.mark.usefixtures("clean")

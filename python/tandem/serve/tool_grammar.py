@@ -19,7 +19,7 @@ from tandem.engine.grammar import Grammar
 from tandem.engine.tokenizer import NAMESPACE, THINK_CLOSE, THINK_OPEN, Tokenizer
 from tandem.serve.errors import bad_request
 from tandem.serve.protocol import ChatBody, ToolSpec
-from tandem.serve.tool_grammar_schema import PLAIN, ArgumentRules, InexpressibleError, fault_of, lacking
+from tandem.serve.tool_grammar_schema import MAX_CHOICES, PLAIN, ArgumentRules, InexpressibleError, fault_of, lacking
 
 _THOUGHT = f"THOUGHT: {PLAIN} & {lacking(THINK_CLOSE)}"
 _ANY_TAG = r"ANY_TAG: /[ \n]*<\/?[^<>]+>/ & ~/[ \n]*<\/?[ \n]*(invoke|tool_call)[ >](?s:.*)/"
@@ -37,6 +37,8 @@ def call_grammar(body: ChatBody, tokenizer: Tokenizer, thinking_mode: ThinkingMo
     namespace = tokenizer.token_id(NAMESPACE)
     if namespace is None:
         raise bad_request(f"{field}: calls can be bound only where the vocabulary has {NAMESPACE!r}", field)
+    if len(tools) > MAX_CHOICES:
+        raise bad_request(f"tools: {len(tools)} are given; with {field}, {MAX_CHOICES} are supported", "tools")
     choice = body.tool_choice
     is_forced = choice is not None and choice.is_forced
     name = None if choice is None else choice.name

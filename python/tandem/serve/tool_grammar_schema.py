@@ -42,6 +42,9 @@ _ASCII_CLASSES = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W":
 
 _MAX_FAULT_CHARS = 300
 
+MAX_CHOICES = 500
+"""Properties of an object, and tools of a request. The matching keeps up to 2,000 ways open, two for each of them."""
+
 PLAIN = "PLAIN"
 """The terminal of any text, the empty one included, in which no tag begins."""
 
@@ -199,6 +202,8 @@ class _Arguments:
         properties = _checked(leaf, "properties", dict, {}, path)
         if not properties and leaf.get("additionalProperties") is not False:
             return InexpressibleError(path, "names no properties")
+        if len(properties) > MAX_CHOICES:
+            return InexpressibleError(path, f"names {len(properties)} properties; {MAX_CHOICES} are supported")
         for key in [*properties, *_required(leaf, path)]:
             if not is_member_tag(key):
                 return InexpressibleError(f"{path}.properties.{key}", "cannot be the name of a tag")

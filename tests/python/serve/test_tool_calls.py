@@ -144,6 +144,29 @@ def test_types_are_restored_from_the_schema(members: list[str], arguments: dict[
     assert [(name, json.loads(made)) for name, made in calls] == [("f", arguments)]
 
 
+def test_nulls_that_are_left_out_are_restored_where_the_schema_requires_them() -> None:
+    maybe = {"type": ["integer", "null"]}
+    inner = {"type": "object", "properties": {"n": maybe, "m": maybe}, "required": ["n"]}
+    other = {"type": "object", "properties": {"k": maybe}, "required": ["k"]}
+    schema = {
+        "type": "object",
+        "properties": {"o": inner, "l": {"items": inner}, "either": {"anyOf": [inner, other]}, "x": maybe},
+        "required": ["x", "o"],
+    }
+    for members, arguments in [
+        ([], {"x": None}),
+        ([tag("x", "1"), tag("o", tag("n", "2"))], {"x": 1, "o": {"n": 2}}),
+        ([tag("o")], {"o": {"n": None}, "x": None}),
+        ([tag("o", "\n", tag("m", "3"))], {"o": {"m": 3, "n": None}, "x": None}),
+        ([tag("l", tag("item"), tag("item", tag("n", "4")))], {"l": [{"n": None}, {"n": 4}], "x": None}),
+        ([tag("either", tag("m", "5"))], {"either": {"m": 5}, "x": None}),
+        ([tag("o", "{}")], {"o": {}, "x": None}),
+    ]:
+        _, calls, _ = parse([block(call(*members))], {"f": schema})
+        assert json.loads(calls[0][1]) == arguments
+    assert parse([f'{N}<tool_call>{N}<invoke name="f">'], {"f": schema})[1:] == ([("f", "{")], True)
+
+
 def test_calls_stand_between_contents_and_may_be_several() -> None:
     text = f"first {block(call(tag('s', 'x')), call(name='g'))} then {block(call(tag('i', '1')))}."
     content, calls, unfinished = assert_splits_agree(text)

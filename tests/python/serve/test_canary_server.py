@@ -3,16 +3,18 @@
 import asyncio
 import json
 import os
+import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem import SamplingParams
+from tandem import LLM, SamplingParams
 from tandem.engine.errors import InvalidParameterError
 from tandem.serve.canary import CanaryPrompt
 from tandem.serve.canary_prompts import CanaryPrompts
@@ -21,7 +23,7 @@ from tandem.serve.engine_client import EngineClient
 from tandem.serve.messages import Abort, Ready, Submit, params_of
 from tandem.serve.metrics import ServerMetrics
 from tandem.serve.options import EngineConfig, ServerOptions
-from tests.python.serve.server_process import Answer, ServerProcess, serve_scripted
+from tests.python.serve.server_process import Answer, ServerProcess, serve_model, serve_scripted
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +75,23 @@ def end(server: ServerProcess) -> list[str]:
     code, errors = server.wait(10)
     assert code == 0
     assert "Traceback" not in errors
-    return [line for line in errors.splitlines() if line.startswith("tandem.")]
+    return [line for line in errors.splitlines() if line.removeprefix("WARNING ").startswith("tandem.")]
+
+
+def post_in_background(server: ServerProcess, max_tokens: int) -> tuple[threading.Thread, list[Answer]]:
+    answers: list[Answer] = []
+    body = GOOD | {"max_tokens": max_tokens}
+    thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
+    thread.start()
+    return thread, answers
+
+
+def test_replays_that_have_ended_leave_no_room_behind(tmp_path: Path) -> None:
+    with serve(tmp_path, 0.01, line("short", "short"), engine=("--interval", "0.005"), max_requests=1) as server:
+        wait_for_runs(server, 2)
+        with server.client().completions.create(**GOOD | {"max_tokens": 4000}, stream=True) as stream:
+            assert next(iter(stream)).choices[0].text.startswith("abc")
+            assert server.post("/v1/completions", GOOD).status == 429
 
 
 def test_a_sound_engine_is_replayed_silently_on_both_routes_and_is_no_traffic(tmp_path: Path) -> None:
@@ -118,10 +136,7 @@ def test_tokens_and_drafts_that_are_not_the_kept_ones_and_failures_are_named_onc
 def test_users_find_the_queue_as_empty_as_without_a_canary(tmp_path: Path) -> None:
     with serve(tmp_path, 1, LONG, engine=("--interval", "0.05"), max_requests=1) as server:
         wait_for_long(server)
-        answers: list[Answer] = []
-        body = GOOD | {"max_tokens": 20}
-        thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", body)))
-        thread.start()
+        thread, answers = post_in_background(server, 20)
         server.wait_until(lambda: server.get("/v1/stats").json["running"] == 2, 10)
         refused = server.post("/v1/completions", GOOD)
         assert refused.status == 429
@@ -136,6 +151,17 @@ def test_draining_ends_a_replay_at_once(tmp_path: Path) -> None:
         assert end(server) == []
 
 
+def test_what_users_have_running_when_the_server_drains_has_no_replay_beside_it(tmp_path: Path) -> None:
+    with serve(tmp_path, 1, LONG, engine=("--interval", "0.05"), shutdown_grace_s=0.5) as server:
+        wait_for_long(server)
+        thread, answers = post_in_background(server, 4000)
+        server.wait_until(lambda: server.get("/v1/stats").json["running"] == 2, 10)
+        (said,) = end(server)
+        thread.join()
+    assert answers[0].status == 503
+    assert "1 generations are aborted after 0.5 s of grace" in said
+
+
 def test_an_engine_that_dies_under_a_replay_ends_the_server_in_order(tmp_path: Path) -> None:
     with serve(tmp_path, 0.01, LONG, engine=("--interval", "0.05")) as server:
         wait_for_long(server)
@@ -147,12 +173,12 @@ def test_an_engine_that_dies_under_a_replay_ends_the_server_in_order(tmp_path: P
 
 
 def test_an_engine_that_is_silent_is_left_alone_until_it_is_back(tmp_path: Path) -> None:
-    with serve(tmp_path, 0.8, line("short", "short"), stall_s=0.4) as server:
+    with serve(tmp_path, 1.2, line("short", "short"), stall_s=0.8) as server:
         wait_for_runs(server, 1)
         engine, runs = server.engine_pid, canary_of(server)["num_runs"]
         wait_for_runs(server, runs + 1)
         os.kill(engine, signal.SIGSTOP)
-        time.sleep(2)
+        time.sleep(2.7)
         os.kill(engine, signal.SIGCONT)
         wait_for_runs(server, runs + 2)
         assert canary_of(server)["skipped"] is None
@@ -205,3 +231,36 @@ def test_a_replay_is_greedy_behind_all_others_under_its_salt_and_draws_no_seed(t
         SamplingParams(priority=params.priority + 1)
     assert params.cache_salt is not None
     assert params.cache_salt.startswith("canary ")
+
+
+def test_neighbours_that_take_seats_pages_and_drafts_make_no_fault(
+    folder: Path, llm: LLM, tmp_path: Path, py_rng: random.Random, soak: bool
+) -> None:
+    """A pool for little more than one long sequence, and no drafts beside more than one neighbour."""
+    texts = [f"{name} of the canary's prompts, of some pages" for name in ("one", "another")]
+    kept = []
+    for text in texts:
+        output = llm.generate(text, SamplingParams(temperature=0, max_tokens=20))[0]
+        counts = ("num_rounds", "num_drafted", "num_accepted")
+        expected = {"token_ids": output.token_ids} | {name: getattr(output.rounds, name) for name in counts}
+        kept.append({"name": text[:3], "max_tokens": 20, "prompt": text, "expected": expected})
+    path = tmp_path / "kept.jsonl"
+    path.write_text("\n".join(map(json.dumps, kept)))
+    sizes = ("--max-seats", "6", "--max-tokens-per-step", "32", "--kv-cache-bytes", "900000")
+    bodies = [
+        {"model": "tiny", "prompt": "y" * py_rng.choice([3, 60, 150]), "max_tokens": py_rng.choice([5, 60, 90])}
+        for _ in range(800 if soak else 24)
+    ]
+    canary = ("--canary", "0.01", "--canary-prompts", str(path), "--max-speculating-rows", "2")
+    with serve_model(folder, *sizes, *canary) as server:
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(lambda body: server.post("/v1/completions", body | {"ignore_eos": True}), bodies))
+        assert {answer.status for answer in answers} == {200}
+        wait_for_runs(server, canary_of(server)["num_runs"] + 2)
+        shown, stats = samples(server), server.get("/v1/stats").json
+        said = end(server)
+    assert shown["canary_failures_total cold"] == shown["canary_failures_total prefix_hit"] == 0
+    assert shown["canary_runs_total cold"] > 0 < shown["canary_runs_total prefix_hit"]
+    assert stats["preemptions"] > 0
+    # What neighbours took was noticed.
+    assert any("is not compared in full" in text for text in said)

@@ -24,12 +24,12 @@ class SamplingParams:
     whatever runs beside it.
 
     Attributes:
-        temperature: Divides the logits; 0 is greedy. Finite, >= 0.
+        temperature: Divides the logits; 0 is greedy. In [0, 1e6]: what comes out has to be finite in fp32.
         top_k: Keep the ``top_k`` highest logits (ties: lower id first); 0 keeps all.
         top_p: Keep the smallest set of most likely tokens whose probability reaches ``top_p``; in (0, 1].
         min_p: Drop tokens less likely than ``min_p`` times the most likely one; in [0, 1].
         repetition_penalty: Divides the positive and multiplies the negative logits of every token that the prompt or
-            the text so far holds; > 0, 1 is off.
+            the text so far holds; in [1e-6, 1e6], 1 is off.
         presence_penalty: Subtracted once from the logit of each token generated so far; in [-2, 2].
         frequency_penalty: Subtracted once per occurrence among the tokens generated so far; in [-2, 2].
         logit_bias: Added to the logits of the given ids, in [-100, 100]; ``-inf`` forbids an id.
@@ -80,19 +80,11 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        _real("temperature", self.temperature, 0.0, math.inf, "a finite number >= 0 (0 is greedy)", high_open=True)
+        _real("temperature", self.temperature, 0.0, 1e6, "a number in [0, 1e6] (0 is greedy)")
         _integer("top_k", self.top_k, 0, 2**31 - 1, "an integer >= 0 (0 keeps all)")
         _real("top_p", self.top_p, 0.0, 1.0, "a number in (0, 1]", low_open=True)
         _real("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
-        _real(
-            "repetition_penalty",
-            self.repetition_penalty,
-            0.0,
-            math.inf,
-            "a finite number > 0",
-            low_open=True,
-            high_open=True,
-        )
+        _real("repetition_penalty", self.repetition_penalty, 1e-6, 1e6, "a number in [1e-6, 1e6]")
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0, "a number in [-2, 2]")
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number in [-2, 2]")
         if self.seed is not None:
@@ -157,14 +149,13 @@ def _real(
     allowed: str,
     *,
     low_open: bool = False,
-    high_open: bool = False,
 ) -> None:
     inside = (
         isinstance(value, int | float)
         and not isinstance(value, bool)
         and not math.isnan(value)
         and (low < value if low_open else low <= value)
-        and (value < high if high_open else value <= high)
+        and value <= high
     )
     if not inside:
         raise InvalidParameterError(name, value, allowed)

@@ -17,6 +17,7 @@ def _strict(parameters: dict[str, Any]) -> list[dict[str, Any]]:
 _FIELD_VALUES: list[tuple[str, Any]] = [
     ("temperature", -0.1),
     ("temperature", "0.5"),
+    ("temperature", 1e308),
     ("temperature", True),
     ("temperature", [1]),
     ("top_p", 0),
@@ -27,6 +28,8 @@ _FIELD_VALUES: list[tuple[str, Any]] = [
     ("min_p", -0.5),
     ("min_p", 2),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e300),
+    ("repetition_penalty", 1e-300),
     ("presence_penalty", 2.5),
     ("frequency_penalty", -3),
     ("n", 0),

@@ -141,7 +141,7 @@ def test_nothing_is_lost_mixed_up_or_held_under_mixed_traffic(
     )
     with LLM(source, num_threads=1) as llm:
         every = cases(llm, model, texts_of(py_rng, 60 if soak else 16), py_rng)
-    num_requests = 80 if not soak else 4000 if model == "tiny" else 1000
+    num_requests = 80 if not soak else 4000 if model == "tiny" else 400
     plan = [(py_rng.choice(every), py_rng.choice(KINDS), py_rng.randrange(3000)) for _ in range(num_requests)]
     seen, ended = Seen(), threading.Event()
     with serve_model(source, "--max-seats", "8", *pool) as server, ThreadPoolExecutor(NUM_CLIENTS + 1) as threads:
@@ -171,25 +171,25 @@ def test_nothing_is_lost_mixed_up_or_held_under_mixed_traffic(
     first, last = statistics.median(seen.first_token_s), max(seen.first_token_s)
     print(f"first tokens after {first:.2f} s, at most {last:.2f} s; {max(seen.num_overtakers)} overtakers at most")
     print(f"memory grew by {memory[1] - memory[0]:,} bytes in the second half")
-    assert max(seen.num_overtakers) <= NUM_CLIENTS
+    assert max(seen.num_overtakers) <= 2 * NUM_CLIENTS
     if soak:
         assert max(seen.first_token_s) < 60
-        assert memory[1] - memory[0] < 16 * 2**20
+        assert memory[1] - memory[0] < 8 * 2**20
 
 
 @pytest.mark.soak
 def test_drafting_requests_cancelled_at_random_points_leave_nothing_behind(py_rng: random.Random) -> None:
-    prompts = word_problems(py_rng, 500)
+    prompts, num_warm = word_problems(py_rng, 600), 400  # the heap's arenas and the window of steps fill first
     with LLM("demo", num_threads=1) as llm:
         checked = cases(llm, "demo", prompts[:5], py_rng)
     bodies = [{"model": "demo", "prompt": p, "max_tokens": 100, "ignore_eos": True} for p in prompts]
     with serve_model("demo", "--max-seats", "8", *DEMO_POOL) as server:
-        cancel(server, bodies[:250], 2.0, py_rng)
+        cancel(server, bodies[:num_warm], 2.0, py_rng)
         memory = memory_of(server)
-        cancel(server, bodies[250:], 2.0, py_rng)
+        cancel(server, bodies[num_warm:], 2.0, py_rng)
         growth = memory_of(server) - memory
-        print(f"memory grew by {growth:,} bytes in the second half")
-        assert growth < 8 * 2**20
+        print(f"memory grew by {growth:,} bytes")
+        assert growth < 4 * 2**20
         stats = server.get("/v1/stats").json
         assert stats["pages"]["free"] + stats["pages"]["cached"] == stats["pages"]["total"]
         assert stats["finished"]["abort"] > 250

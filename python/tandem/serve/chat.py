@@ -23,7 +23,7 @@ from tandem.serve.reasoning import ContentText, ReasoningText
 from tandem.serve.service import Service, grammar_of, new_id, outputs_of, raise_failure, usage_of
 from tandem.serve.token_logprobs import chat_logprobs
 from tandem.serve.tool_calls import Delta, Reply, ReplyParser, ToolCallStart
-from tandem.serve.tool_grammar import call_grammar
+from tandem.serve.tool_grammar import binding_field, call_grammar
 
 _OWN_VARIABLES = ("messages", "tools", "thinking_mode", "add_generation_prompt")
 
@@ -114,8 +114,9 @@ async def _grammar(service: Service, body: ChatBody, tools: Mapping[str, Any] | 
     grammar = grammar_of(body, starts_after=THINK_CLOSE if reasons else None)
     if grammar and tools is not None:
         raise bad_request("tools and a form that the reply must follow exclude each other", "tools")
-    calls = None if tools is None else await asyncio.to_thread(call_grammar, body, service.tokenizer, mode)
-    return grammar if calls is None else {"grammar": asdict(calls)}
+    if binding_field(body) is None:
+        return grammar
+    return {"grammar": asdict(await asyncio.to_thread(call_grammar, body, service.tokenizer, mode))}
 
 
 def _chosen(body: ChatBody) -> str:

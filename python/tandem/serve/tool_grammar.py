@@ -25,15 +25,14 @@ _THOUGHT = f"THOUGHT: {PLAIN} & {lacking(THINK_CLOSE)}"
 _ANY_TAG = r"ANY_TAG: /[ \n]*<\/?[^<>]+>/ & ~/[ \n]*<\/?[ \n]*(invoke|tool_call)[ >](?s:.*)/"
 
 
-def call_grammar(body: ChatBody, tokenizer: Tokenizer, thinking_mode: ThinkingMode) -> Grammar | None:
-    """What a reply must follow for its calls to be as the request wants them; None where they are free.
+def call_grammar(body: ChatBody, tokenizer: Tokenizer, thinking_mode: ThinkingMode) -> Grammar:
+    """What a reply must follow for its calls to be as the request wants them; there must be a `binding_field`.
 
     Raises:
         ApiError: the calls cannot be bound that way; the field is named.
     """
-    field, tools = _binding_field(body), list(enumerate(body.tools or ()))
-    if field is None:
-        return None
+    field, tools = binding_field(body), list(enumerate(body.tools or ()))
+    assert field is not None
     namespace = tokenizer.token_id(NAMESPACE)
     if namespace is None:
         raise bad_request(f"{field}: calls can be bound only where the vocabulary has {NAMESPACE!r}", field)
@@ -61,8 +60,8 @@ def call_grammar(body: ChatBody, tokenizer: Tokenizer, thinking_mode: ThinkingMo
     return grammar
 
 
-def _binding_field(body: ChatBody) -> str | None:
-    """The field for which calls must follow a grammar."""
+def binding_field(body: ChatBody) -> str | None:
+    """The field for which calls must follow a grammar; None where they are free."""
     if not body.tools or (body.tool_choice is not None and body.tool_choice.mode == "none"):
         return None
     if body.tool_choice is not None and body.tool_choice.is_forced:

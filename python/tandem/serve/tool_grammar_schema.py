@@ -34,11 +34,12 @@ _NEVER = frozenset(
         *("dependentRequired", "dependentSchemas", "dependencies"),
     }
 )
+_HARMLESS_IF_FALSE = frozenset({"uniqueItems", "unevaluatedProperties"})
 _CONSTRAINTS = _OF_OBJECTS | _OF_ARRAYS | _OF_STRINGS | _NEVER | {"type"} | set(_BRANCHES)
 # As the model is used to see it; without bounds, blanks could go on for ever.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-# JSON Schema's classes are ASCII (ECMA-262), those of the matching are Unicode.
-_ASCII_CLASSES = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
+# In patterns: JSON Schema's classes are ASCII (ECMA-262), those of the matching Unicode; a slash ends one of Lark's.
+_REWRITTEN = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]", "/": r"\/"}
 
 _MAX_FAULT_CHARS = 300
 
@@ -194,7 +195,7 @@ class _Arguments:
     def _tag_fault(self, leaf: dict[str, Any], path: str) -> InexpressibleError | None:
         """Why an object or array cannot be written as tags."""
         allowed = _OF_ARRAYS if "array" in self._kinds(leaf) else _OF_OBJECTS
-        words = sorted(word for word in _CONSTRAINTS & set(leaf) - allowed - {"type"} if leaf[word] is not False)
+        words = _unsupported(_CONSTRAINTS - allowed - {"type"}, leaf)
         if words:
             return InexpressibleError(f"{path}.{words[0]}", "is not supported here")
         if allowed is _OF_ARRAYS:
@@ -296,7 +297,7 @@ class _Arguments:
                 scalars.append(place)
         if scalars and PLAIN not in texts:
             raise InexpressibleError(scalars[0], "cannot be told from the texts that may stand here too")
-        if len(found) > 1 or (found and len(self._kinds(found[0][0])) > 1):
+        if len(found) > 1 or any({"object", "array"} <= self._kinds(leaf) for leaf, _ in found):
             raise InexpressibleError(found[-1][1], "is one of several things with tags inside, beside a string")
         for leaf, place in found:
             fault = self._tag_fault(leaf, place)
@@ -307,18 +308,23 @@ class _Arguments:
 
     def _text(self, leaf: dict[str, Any], path: str) -> str:
         """The terminal of a string."""
-        words = sorted(word for word in _NEVER & set(leaf) if leaf[word] is not False)
+        words = _unsupported(_NEVER, leaf)
         if words:
             raise InexpressibleError(f"{path}.{words[0]}", "is not supported here")
-        values = _values(leaf)
-        parts = []
+        least = _checked(leaf, "minLength", int, 0, path)
+        most = _checked(leaf, "maxLength", int, None, path)
+        values, parts = _values(leaf), []
         if values is not None:
             if not all(value is None or isinstance(value, str) for value in values):
                 raise InexpressibleError(path, "mixes texts and other values, which cannot be told apart")
-            parts.append(f"({' | '.join(_literal(value) for value in values if value is not None)})")
-        least = _checked(leaf, "minLength", int, 0, path)
-        most = _checked(leaf, "maxLength", int, None, path)
-        if least or most is not None:
+            texts = [text for text in values if text is not None and NAMESPACE not in text]
+            texts = [text for text in texts if least <= len(text) and (most is None or len(text) <= most)]
+            parts.append(f"({' | '.join(map(_literal, texts))})")
+            if not texts:
+                raise InexpressibleError(path, "allows no text")
+        elif most is not None and most < least:
+            raise InexpressibleError(path, f"allows no text: at least {least} and at most {most} characters")
+        elif least or most is not None:
             parts.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
         pattern = _checked(leaf, "pattern", str, None, path)
         if pattern is not None:
@@ -349,6 +355,11 @@ class _Arguments:
         if definitions:
             document["$defs"] = {str(i): definition for i, definition in enumerate(definitions)}
         return document
+
+
+def _unsupported(words: frozenset[str], schema: Mapping[str, Any]) -> list[str]:
+    """Those of the keywords that the schema has, in a fixed order."""
+    return sorted(word for word in words & set(schema) if word not in _HARMLESS_IF_FALSE or schema[word] is not False)
 
 
 def _checked(schema: Mapping[str, Any], word: str, kind: type[Any], default: Any, path: str) -> Any:
@@ -387,7 +398,7 @@ def _regex(pattern: str, path: str) -> str:
     """
     inner, starts, ends = pattern, pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$\Z", pattern) is not None
     inner = inner[1 if starts else 0 : -1 if ends else None]
-    inner = re.sub(r"\\.|/", lambda found: _ASCII_CLASSES.get(found[0], rf"\{found[0]}"[-2:]), inner, flags=re.DOTALL)
+    inner = re.sub(r"\\.|/", lambda found: _REWRITTEN.get(found[0], found[0]), inner, flags=re.DOTALL)
     fault = fault_of("regex", inner)
     if fault is not None:
         raise InexpressibleError(path, f"cannot be followed: {fault}")

@@ -1,11 +1,12 @@
 """`/v1/chat/completions`, and how conversations become prompts."""
 
+import asyncio
 import json
 import re
 from typing import Any
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from tandem import LLM, SamplingParams
 from tests.python.serve.server_process import ServerProcess
@@ -68,6 +69,33 @@ def test_a_stream_adds_up_to_the_whole_reply(client: OpenAI) -> None:
     assert reasons == ["length", "length"]
     assert roles == [1, 1]
     assert usage == whole.usage or usage.total_tokens == whole.usage.total_tokens
+
+
+def test_the_async_client_gets_the_same_replies_and_may_leave_a_stream(server: ServerProcess, client: OpenAI) -> None:
+    fields: list[dict[str, Any]] = [FIELDS | {"seed": i, "thinking_mode": "disabled"} for i in range(6)]
+    expected = [create(client, **each).choices[0].message.content for each in fields]
+
+    async def run() -> list[str | None]:
+        async with AsyncOpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as other:
+
+            async def one(i: int) -> str | None:
+                request: dict[str, Any] = {"model": "tiny", "messages": [USER], "extra_body": fields[i]}
+                if i % 2:
+                    return (await other.chat.completions.create(**request)).choices[0].message.content
+                left = await other.chat.completions.create(
+                    model="tiny", messages=[USER], stream=True, extra_body={"max_tokens": 200, "ignore_eos": True}
+                )
+                async for _ in left:
+                    break
+                await left.close()
+                stream = await other.chat.completions.create(**request, stream=True)
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            return list(await asyncio.gather(*(one(i) for i in range(len(fields)))))
+
+    before = server.get("/v1/stats").json["finished"]["abort"]
+    assert asyncio.run(run()) == expected
+    server.wait_until(lambda: server.get("/v1/stats").json["finished"]["abort"] == before + 3, 10)
 
 
 def test_logprobs_come_with_bytes_and_alternatives(client: OpenAI, llm: LLM) -> None:

@@ -16,7 +16,7 @@ from tandem.engine.errors import InvalidChatError
 from tandem.engine.tokenizer import THINK_CLOSE
 from tandem.serve.answers import DONE, EventStream, JsonAnswer, event
 from tandem.serve.engine_client import Job
-from tandem.serve.errors import ApiError, bad_request
+from tandem.serve.errors import bad_request
 from tandem.serve.messages import End, Piece
 from tandem.serve.protocol import ChatBody, ChatMessage, ConversationBody
 from tandem.serve.reasoning import ContentText, ReasoningText
@@ -38,12 +38,8 @@ async def chat(service: Service, body: ChatBody, deadline: float) -> Response:
         params["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs is not None:
         raise bad_request("top_logprobs is allowed with logprobs only", "top_logprobs")
-    try:
-        generations = service.generations(body, [prompt], params, "messages")
-    except ApiError as error:
-        # The engine's name for it is that of text completions.
-        error.param = "top_logprobs" if error.param == "logprobs" else error.param
-        raise
+    names = {"logprobs": "top_logprobs"} | ({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {})
+    generations = service.generations(body, [prompt], params, "messages", names)
     job = service.client.submit(generations, stream=bool(body.stream))
     answer = _Chat(service, body, prompt, tools)
     if body.stream:

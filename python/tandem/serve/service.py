@@ -6,8 +6,9 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from tandem.engine.chat import ChatTemplate
@@ -77,12 +78,18 @@ class Service:
         return await asyncio.to_thread(self.tokenizer.encode, text)
 
     def generations(
-        self, body: SamplingBody, prompts: Sequence[list[int]], params: dict[str, Any], param: str
+        self,
+        body: SamplingBody,
+        prompts: Sequence[list[int]],
+        params: dict[str, Any],
+        param: str,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> list[Generation]:
         """``n`` generations for each prompt, checked; ``param`` is the field that holds the prompts.
 
         Args:
             params: keyword arguments of `SamplingParams` beside those that ``body`` has.
+            names: those fields of the body, by the parameter, that are not called as the parameter is.
         """
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options is allowed with stream only", "stream_options")
@@ -92,7 +99,8 @@ class Service:
         try:
             params_of(every).check_vocabulary(ready.vocab_size)
         except InvalidParameterError as error:
-            raise bad_request(str(error), error.field) from error
+            field = names.get(error.field, error.field)
+            raise bad_request(str(InvalidParameterError(field, error.value, error.allowed)), field) from error
         except InvalidTokenIdError as error:
             raise bad_request(str(error), error.field) from error
         for ids in prompts:

@@ -136,6 +136,8 @@ _CHAT_VALUES: list[tuple[str, Any]] = [
     ("parallel_tool_calls", False),
     ("logprobs", 1),
     ("top_logprobs", 2),
+    ("max_completion_tokens", 0),
+    ("max_tokens", 0),
     ("thinking_mode", "loud"),
     ("reasoning_effort", "high"),
     ("chat_template_kwargs", {"y" * 20_000: 1}),
@@ -173,6 +175,8 @@ def bodies() -> list[Hostile]:
     for name, value in _CHAT_VALUES:
         shown = json.dumps(value)
         found.append((f"chat {name}={shown[:40]}", CHAT, json.dumps(_CHAT | {name: value}).encode(), 400, name))
+    body = _CHAT | {"logprobs": True, "top_logprobs": 21}
+    found.append(("chat top_logprobs=21", CHAT, json.dumps(body).encode(), 400, "top_logprobs"))
     found.append(("a long model", COMPLETIONS, json.dumps(_TEXT | {"model": "m" * 20_000}).encode(), 404, "model"))
     found.append(("a long field", COMPLETIONS, json.dumps(_TEXT | {"k" * 20_000: 1}).encode(), 400, "k" * 500))
     found.append(("another model", COMPLETIONS, json.dumps(_TEXT | {"model": "gpt"}).encode(), 404, "model"))

@@ -1,18 +1,25 @@
 """The endpoints beside generation: models, tokens, metrics, and what the program says when it cannot serve."""
 
+import asyncio
 import importlib
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem import LLM
 from tandem.cli import main
 from tandem.serve import command
+from tandem.serve.app import make_app
+from tandem.serve.engine_client import EngineClient
+from tandem.serve.metrics import ServerMetrics
 from tandem.serve.options import EngineConfig, ServerOptions
+from tandem.serve.service import Service
 from tests.python.engine.byte_tokenizer import byte_tokenizer_json
 from tests.python.serve.server_process import ROOT, ServerProcess
 
@@ -130,6 +137,26 @@ def test_records_of_steps_are_read_and_drained(server: ServerProcess) -> None:
 def test_a_path_with_a_strange_name_is_a_plain_404(server: ServerProcess) -> None:
     for path in ("/v1/models/%00", "/v1/models/a/b/../c", "/%2e%2e/etc/passwd", "/v1/completions/"):
         assert server.get(path).status in (307, 404)
+
+
+def test_a_fault_of_the_server_is_json_that_does_not_tell_its_words() -> None:
+    class Faulty:
+        def unhealthy(self) -> str:
+            raise RuntimeError("words for the log")
+
+    options = ServerOptions(engine=EngineConfig(model="x"), model_path=Path(), served_model_name="x")
+    nothing: Any = None
+    client = cast(EngineClient, Faulty())
+    service = Service(options, client, tokenizer=nothing, chat_template=nothing, metrics=ServerMetrics("x"))
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            return await http.get("/health")
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert "words for the log" not in answer.text
 
 
 # The program.

@@ -191,8 +191,10 @@ def test_an_echo_streams_the_prompt_first(server: ServerProcess, llm: LLM) -> No
     events = server.events("/v1/completions", {"model": "tiny", "prompt": ids, "echo": True, **BASE})
     text = "".join(event["choices"][0]["text"] for event in events[:-1])
     assert text == "hello" + llm.generate("hello", engine_params(BASE))[0].text
-    only = server.events("/v1/completions", {"model": "tiny", "prompt": "hello", "echo": True, "max_tokens": 0})
-    assert [event["choices"][0]["text"] for event in only[:-1]] == ["hello"]
+    asked = {"model": "tiny", "prompt": "hello", "echo": True, "max_tokens": 0}
+    *only, last, _ = server.events("/v1/completions", asked | {"stream_options": {"include_usage": True}})
+    assert [event["choices"][0]["text"] for event in only] == ["hello"]
+    assert last["usage"]["completion_tokens"] == 0
 
 
 def test_cached_tokens_are_told_and_a_salt_keeps_caches_apart(client: OpenAI) -> None:
@@ -206,6 +208,7 @@ def test_cached_tokens_are_told_and_a_salt_keeps_caches_apart(client: OpenAI) ->
     assert cached() == len(prompt) // 4 * 4
     assert cached(cache_salt="mine") == 0
     assert cached(cache_salt="mine") == len(prompt) // 4 * 4
+    assert cached(n=2) == len(prompt) // 4 * 4, "each prompt counts once, as in prompt_tokens"
 
 
 def test_a_prompt_too_long_is_refused_with_both_numbers(client: OpenAI) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import socket
+import sys
 from collections.abc import Sequence
 from types import FrameType
 
@@ -101,9 +103,7 @@ async def _serve(service: Service, canary: CanaryWatch | None, listener: socket.
     server = _HttpServer(config)
     await client.start()
     port = listener.getsockname()[1]
-    print(
-        f"tandem: listening on http://{_in_url(options.host)}:{port}, loading {options.served_model_name}", flush=True
-    )
+    _say(f"listening on http://{_in_url(options.host)}:{port}, loading {options.served_model_name}")
     # What is there now stays: looking through it again for garbage would hold up every stream for tens of milliseconds.
     gc.collect()
     gc.freeze()
@@ -134,7 +134,7 @@ async def _announce(client: EngineClient, server: _HttpServer) -> None:
     except EngineStartError:
         server.should_exit = True
         raise
-    print(f"tandem: ready after {ready.load_seconds:.1f} s, {ready.max_model_len} tokens per request", flush=True)
+    _say(f"ready after {ready.load_seconds:.1f} s, {ready.max_model_len} tokens per request")
     await client.died.wait()
     _log.error("the engine process has died; the server ends")
     server.should_exit = True
@@ -164,6 +164,17 @@ async def _drain(
     for task in replaying:
         task.cancel()
     await client.drain(options.shutdown_grace_s)
+
+
+def _say(text: str) -> None:
+    """Tell whoever started the server; it serves just as well where nobody reads any more."""
+    try:
+        print(f"tandem: {text}", flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer would fail again when the interpreter ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _listen(options: ServerOptions) -> socket.socket:

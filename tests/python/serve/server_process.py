@@ -74,6 +74,11 @@ class ServerProcess:
         assert len(children) == 1, children
         return int(children[0])
 
+    def close_stdout(self) -> None:
+        """Read nothing more of what the server prints."""
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 

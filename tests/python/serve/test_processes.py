@@ -80,6 +80,16 @@ def test_a_server_whose_engines_thread_has_ended_fails_what_runs_and_ends(tmp_pa
         assert "thread has ended" in errors
 
 
+def test_a_server_that_nobody_reads_sees_its_engine_die(tmp_path: Path) -> None:
+    with serve_scripted(tmp_path, "--load-seconds", "0.5", wait_ready=False) as server:
+        server.close_stdout()
+        server.wait_until(lambda: server.get("/health").status == 200, 20)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        code, errors = server.wait(10)
+    assert code == 3
+    assert "Error" not in errors
+
+
 def test_an_engine_that_dies_while_it_loads_ends_the_server(tmp_path: Path) -> None:
     with serve_scripted(tmp_path, "--load-seconds", "60", wait_ready=False) as server:
         os.kill(server.engine_pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ device, so the next one is planned and launched while it still runs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -199,8 +200,9 @@ class Engine:
         return self._grammars.matcher(params.grammar)
 
     def abort(self, request_id: int) -> None:
-        """End a request soon; without effect where it has ended."""
-        self._put(_Abort(request_id))
+        """End a request soon; without effect where it has ended, as all have once the engine was closed."""
+        with contextlib.suppress(EngineClosedError):
+            self._put(_Abort(request_id))
 
     def call(self, run: Callable[[], _T]) -> Future[_T]:
         """Have the engine thread call ``run`` between two steps."""

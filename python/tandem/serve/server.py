@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -171,10 +170,7 @@ def _say(text: str) -> None:
     try:
         print(f"tandem: {text}", flush=True)
     except BrokenPipeError:
-        # What is left in the buffer would fail again when the interpreter ends.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        sys.stdout = None  # what is buffered cannot be written any more
 
 
 def _listen(options: ServerOptions) -> socket.socket:

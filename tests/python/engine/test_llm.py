@@ -191,11 +191,15 @@ def test_a_closed_model_refuses_and_can_be_closed_again(folder: Path) -> None:
     llm = LLM(folder, num_threads=1)
     stream = llm.stream("hello", SamplingParams(max_tokens=None, ignore_eos=True))
     next(stream)
+    dropped = llm.stream("hello", SamplingParams(max_tokens=None, ignore_eos=True))
+    next(dropped)
     llm.close()
     llm.close()
     *_, last = stream
     assert last.finish_reason in ("abort", "length")
-    for call in (lambda: llm.generate("x"), llm.stats, lambda: llm.abort(0)):
+    llm.abort(0)
+    dropped.close()
+    for call in (lambda: llm.generate("x"), llm.stats):
         with pytest.raises(EngineClosedError):
             call()
 

@@ -242,8 +242,7 @@ def test_closing_ends_every_request_once_and_refuses_new_ones() -> None:
     assert queued.output.finish_reason == "abort"
     with pytest.raises(EngineClosedError):
         rig.submit(PROMPT, GREEDY)
-    with pytest.raises(EngineClosedError):
-        rig.engine.abort(0)
+    rig.engine.abort(0)
 
 
 def test_a_thousand_one_token_requests_leave_every_seat_free() -> None:

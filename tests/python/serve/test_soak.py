@@ -4,6 +4,7 @@ import random
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,10 @@ pytestmark = pytest.mark.slow
 NUM_CLIENTS = 16
 # Room for little more than one sequence of full length; eight run at once.
 TINY_POOL = ("--max-tokens-per-step", "32", "--kv-cache-bytes", "900000")
-DEMO_POOL = ("--max-tokens-per-step", "128", "--max-model-len", "512", "--kv-cache-bytes", "40000000")
+DEMO_MODEL_LEN = 512
+DEMO_POOL = ("--max-tokens-per-step", "128", "--max-model-len", str(DEMO_MODEL_LEN), "--kv-cache-bytes", "40000000")
+# Many replies outgrow the page that they begin in, which makes others lose their seats.
+TINY_LENGTHS, DEMO_LENGTHS = (1, 5, 20, 60), (1, 20, 150, 250)
 STEMS = ["a stem that many requests share, long enough for several pages ", "another stem ", ""]
 KINDS = ["cancelled"] * 3 + ["streamed"] * 7 + ["whole"] * 7
 
@@ -63,10 +67,10 @@ def word_problems(rng: random.Random, count: int) -> list[str]:
     return [rng.choice(stems) + question for question in rng.sample(questions[5:], count)]
 
 
-def cases(llm: LLM, name: str, prompts: list[str], rng: random.Random) -> list[Case]:
+def cases(llm: LLM, name: str, prompts: list[str], lengths: Sequence[int], rng: random.Random) -> list[Case]:
     made = []
     for i, prompt in enumerate(prompts):
-        fields = {"max_tokens": rng.choice([1, 5, 20, 60]), "temperature": rng.choice([0, 1.0]), "seed": i}
+        fields = {"max_tokens": rng.choice(lengths), "temperature": rng.choice([0, 1.0]), "seed": i}
         output = llm.generate(prompt, SamplingParams(**fields, ignore_eos=True))[0]
         tokens = CompletionLogprobs(llm.tokenizer).render(output.token_ids, [])["tokens"]
         made.append(Case({"model": name, "prompt": prompt, "ignore_eos": True} | fields, output.text, tokens))
@@ -147,11 +151,12 @@ def check_records(all_stats: list[dict[str, Any]]) -> None:
 def test_nothing_is_lost_mixed_up_or_held_under_mixed_traffic(
     model: str, folder: Path, py_rng: random.Random, soak: bool
 ) -> None:
-    source, pool, texts_of = (
-        (folder, TINY_POOL, texts_for_tiny) if model == "tiny" else ("demo", DEMO_POOL, word_problems)
-    )
-    with LLM(source, num_threads=1) as llm:
-        every = cases(llm, model, texts_of(py_rng, 60 if soak else 16), py_rng)
+    if model == "tiny":
+        source, pool, texts_of, lengths, most = str(folder), TINY_POOL, texts_for_tiny, TINY_LENGTHS, None
+    else:
+        source, pool, texts_of, lengths, most = "demo", DEMO_POOL, word_problems, DEMO_LENGTHS, DEMO_MODEL_LEN
+    with LLM(source, num_threads=1, max_model_len=most) as llm:
+        every = cases(llm, model, texts_of(py_rng, 60 if soak else 16), lengths, py_rng)
     num_requests = 80 if not soak else 4000 if model == "tiny" else 400
     plan = [(py_rng.choice(every), py_rng.choice(KINDS), py_rng.randrange(3000)) for _ in range(num_requests)]
     seen, ended = Seen(), threading.Event()
@@ -159,12 +164,14 @@ def test_nothing_is_lost_mixed_up_or_held_under_mixed_traffic(
         before = server.get("/v1/stats").json["submitted"]
         watch = threads.submit(drained, server, ended)
         client, memory = server.client(), list[int]()
-        for part in (plan[: num_requests // 2], plan[num_requests // 2 :]):
-            for future in [threads.submit(run, server, client, seen, *item) for item in part]:
-                future.result()
-            server.wait_until(lambda: not (s := server.get("/v1/stats").json)["running"] and not s["waiting"], 30)
-            memory.append(memory_of(server))
-        ended.set()
+        try:
+            for part in (plan[: num_requests // 2], plan[num_requests // 2 :]):
+                for future in [threads.submit(run, server, client, seen, *item) for item in part]:
+                    future.result()
+                server.wait_until(lambda: not (s := server.get("/v1/stats").json)["running"] and not s["waiting"], 30)
+                memory.append(memory_of(server))
+        finally:
+            ended.set()
         every_stats = watch.result()
     check_records(every_stats)
     stats, pages = every_stats[-1], [stats["pages"] for stats in every_stats]
@@ -189,25 +196,26 @@ def test_nothing_is_lost_mixed_up_or_held_under_mixed_traffic(
     if soak:
         assert all(0 < sum(route["accepted"]) < sum(route["drafted"]) for route in stats["rounds"].values())
         assert max(seen.first_token_s) < 60
-        assert memory[1] - memory[0] < 8 * 2**20
+        assert memory[1] - memory[0] < 16 * 2**20
 
 
 @pytest.mark.soak
 def test_drafting_requests_cancelled_at_random_points_leave_nothing_behind(py_rng: random.Random) -> None:
-    prompts, num_warm = word_problems(py_rng, 600), 400  # the heap's arenas and the window of steps fill first
-    with LLM("demo", num_threads=1) as llm:
-        checked = cases(llm, "demo", prompts[:5], py_rng)
+    prompts = word_problems(py_rng, 500)
+    with LLM("demo", num_threads=1, max_model_len=DEMO_MODEL_LEN) as llm:
+        checked = cases(llm, "demo", prompts[:5], DEMO_LENGTHS, py_rng)
     bodies = [{"model": "demo", "prompt": p, "max_tokens": 100, "ignore_eos": True} for p in prompts]
     with serve_model("demo", "--max-seats", "8", *DEMO_POOL) as server:
-        cancel(server, bodies[:num_warm], 2.0, py_rng)
+        # The first time fills what has a bound: the tapes of passes, the records of steps, the heap's arenas.
+        cancel(server, bodies, 2.0, py_rng)
         memory = memory_of(server)
-        cancel(server, bodies[num_warm:], 2.0, py_rng)
+        cancel(server, bodies, 2.0, py_rng)
         growth = memory_of(server) - memory
-        print(f"memory grew by {growth:,} bytes")
-        assert growth < 8 * 2**20
+        print(f"memory grew by {growth:,} bytes when all was asked for again")
+        assert growth < 16 * 2**20
         stats = server.get("/v1/stats").json
         assert stats["pages"]["free"] + stats["pages"]["cached"] == stats["pages"]["total"]
-        assert stats["finished"]["abort"] > 250
+        assert stats["finished"]["abort"] > 500
         assert sum(sum(route["accepted"]) for route in stats["rounds"].values()) > 500
         for case in checked:
             answer = server.post("/v1/completions", case.body | {"logprobs": 0}).json["choices"][0]

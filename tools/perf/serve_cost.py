@@ -64,7 +64,9 @@ class _Stream(asyncio.Protocol):
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        )
         self._start = time.monotonic()
         transport.write(head.encode() + f"content-length: {len(self._body)}\r\n\r\n".encode() + self._body)
 

@@ -129,6 +129,32 @@ def test_random_allowed_tokens_spell_a_text_of_the_grammar(
     assert finished >= 3
 
 
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+def test_texts_of_one_grammar_go_their_own_ways(
+    grammar: Grammar, compiler: GrammarCompiler, rng: np.random.Generator
+) -> None:
+    def made_alone() -> GrammarMatcher:
+        return GrammarCompiler(TOKENIZER, VOCAB_SIZE, TOKENIZER.end_ids).matcher(grammar)
+
+    pairs = [(compiler.matcher(grammar), made_alone()) for _ in range(3)]
+    lengths = [0, 0, 0]
+    for _ in range(60):
+        i = int(rng.integers(3))
+        allowed = np.flatnonzero(masks_of(pairs[i][1], [])[0])
+        if lengths[i] and (rng.random() < 0.2 or pairs[i][1].complete):
+            lengths[i] -= 1
+            for matcher in pairs[i]:
+                matcher.rollback(1)
+        else:
+            lengths[i] += 1
+            token = int(rng.choice(allowed))
+            for matcher in pairs[i]:
+                matcher.advance(token)
+        for shared, alone in pairs:
+            np.testing.assert_array_equal(masks_of(shared, []), masks_of(alone, []))
+    np.testing.assert_array_equal(masks_of(compiler.matcher(grammar), []), masks_of(made_alone(), []))
+
+
 @pytest.mark.parametrize("starts_after", [None, "</mm:think>"])
 def test_what_is_rolled_back_was_never_there(
     starts_after: str | None, compiler: GrammarCompiler, rng: np.random.Generator

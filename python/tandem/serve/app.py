@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.engine.errors import InvalidTokenIdError, check_token_ids
 from tandem.serve.answers import error_response, fault, json_response
 from tandem.serve.canary_watch import CanaryWatch
 from tandem.serve.chat import chat, encode_conversation
@@ -176,10 +177,10 @@ class _Endpoints:
     async def detokenize(self, request: Request) -> Response:
         body = parse_body(DetokenizeBody, await self._read(request))
         self._service.check_model(body.model)
-        vocab_size = self._service.ready.vocab_size
-        for token_id in body.tokens:
-            if not 0 <= token_id < vocab_size:
-                raise bad_request(f"tokens holds token id {token_id}; allowed are 0 to {vocab_size - 1}", "tokens")
+        try:
+            check_token_ids("tokens", body.tokens, self._service.ready.vocab_size)
+        except InvalidTokenIdError as error:
+            raise bad_request(str(error), "tokens") from error
         hides = bool(body.skip_special_tokens)
         text = await asyncio.to_thread(self._service.tokenizer.decode, body.tokens, skip_special_tokens=hides)
         return json_response({"prompt": text})

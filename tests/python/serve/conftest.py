@@ -38,13 +38,18 @@ MAX_BODY_BYTES = 50_000
 MAX_REQUESTS = 12
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
+def make_served_model(path: Path) -> Path:
+    """A random model with a random drafter, whose vocabulary has the token before tags."""
+    make_checkpoint(path)
     make_drafter(path / "eagle3", seed=5)
     (path / "tokenizer.json").write_text(byte_tokenizer_json(extra_tokens=[NAMESPACE]), encoding="utf-8")
     (path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_served_model(tmp_path_factory.mktemp("served") / "tiny")
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,7 @@ from tandem.engine.tokenizer import NAMESPACE, THINK_CLOSE
 from tandem.serve.protocol import ChatBody
 from tandem.serve.tool_calls import Reply, ToolCall, parse_reply
 from tandem.serve.tool_grammar import call_grammar
-from tests.python.engine.byte_tokenizer import byte_tokenizer_json
-from tests.python.engine.checkpoint import make_checkpoint, make_drafter
-from tests.python.serve.conftest import TEMPLATE
+from tests.python.serve.conftest import make_served_model
 from tests.python.serve.server_process import ServerProcess, serve_model
 
 pytestmark = pytest.mark.slow
@@ -49,11 +47,8 @@ def tools(*, strict: bool = False) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose vocabulary has the token before tags, with room for a prompt with tools."""
-    path = make_checkpoint(tmp_path_factory.mktemp("forced") / "tiny")
-    make_drafter(path / "eagle3", seed=5)
-    (path / "tokenizer.json").write_text(byte_tokenizer_json(extra_tokens=[NAMESPACE]), encoding="utf-8")
-    (path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    """With room for a prompt with tools."""
+    path = make_served_model(tmp_path_factory.mktemp("forced") / "tiny")
     config = (path / "config.json").read_text(encoding="utf-8")
     (path / "config.json").write_text(
         config.replace('"max_position_embeddings": 256', '"max_position_embeddings": 2048')
